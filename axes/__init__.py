@@ -62,10 +62,10 @@ if TYPE_CHECKING:
     from axes.ops.collectives import ppermute as ppermute
     from axes.ops.collectives import psum as psum
     from axes.ops.collectives import psum_scatter as psum_scatter
+    from axes.ops.einops_ops import einsum as einsum
     from axes.ops.einops_ops import rearrange as rearrange
     from axes.ops.einops_ops import reduce as reduce
     from axes.ops.einops_ops import repeat as repeat
-    from axes.ops.einsum import einsum as einsum
     from axes.ops.reshard import reshard as reshard
     from axes.ops.shard_map import shard_map as shard_map
     from axes.runtime.check import debug as debug
@@ -120,8 +120,7 @@ _HOME = {
         "psum",
         "psum_scatter",
     ),
-    "axes.ops.einops_ops": ("rearrange", "reduce", "repeat"),
-    "axes.ops.einsum": ("einsum",),
+    "axes.ops.einops_ops": ("einsum", "rearrange", "reduce", "repeat"),
     "axes.ops.reshard": ("reshard",),
     "axes.ops.shard_map": ("shard_map",),
     "axes.runtime.check": ("debug",),

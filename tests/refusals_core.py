@@ -242,9 +242,9 @@ EINOPS = (
         ("reduce(L(6, 2), 'a@tp b -> a@tp', lambda x, dims: x)", "ShardingError", "without dims (1,) that is [6]; found a tensor of [6, 2]"),
         ("reduce(D('a@tp b', 6, 2), 'a@tp b -> a@tp', lambda x, dims: 1.0)", "ShardingError", "that is [3]; found 1.0"),
         ("reduce(torch.arange(4), 'b@dp -> ', 'mean')", "ShardingError", "a mean of torch.int64 isn't"),
-        *[(f"reduce(L(5, 3), 'b@dp s -> s | {left}', 'mean')", "SizeError", "stays pending needs the whole size of 'b'") for left in ("mean@dp", "sum@dp", "*")],
+        *[(f"reduce(L(5, 3), 'b@dp s -> s | {left}', 'mean')", "SizeError", "needs the whole size of 'b', and a shard shows") for left in ("mean@dp", "sum@dp", "*")],
         ("reduce(L(5, 3), 'b@dp s@(cp tp) -> | sum@cp', 'mean')", "SizeError", "whole size of 'b' and 's'"),
-        ("reduce(L(4, 3), '(b t)@dp s -> t s', 'mean', t=2)", "SizeError", "over names of (b t)@dp needs the whole size of 'b'"),
+        ("reduce(L(4, 3), '(b t)@dp s -> t s', 'mean', t=2)", "SizeError", "needs the whole size of 'b'"),
     )],
     *[(f"axes.einsum(D('a@tp e', 16, 5), D('(a@tp i=2) f', {rows}, 3), 'a e, a f -> a e f')", "SizeError", f"'a' is 16, found {rows}") for rows in (4, 8, 12)],
 )

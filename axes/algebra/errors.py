@@ -61,14 +61,13 @@ class ExpressionError(AxesError):
         return type(self), (self.message, self.text, self.start, self.stop), self.__dict__
 
 
-def unknown_axis(name: object, known: Iterable[str], hint: str | None = None) -> MeshError:
+def unknown_axis(name: object, known: Iterable[str]) -> MeshError:
     """The error for an axis that a mesh doesn't have, the same wherever it is named.
 
     >>> unknown_axis("tpp", ["dp", "tp"])
     MeshError("the mesh has no axis 'tpp'; did you mean 'tp'?")
     """
-    further = suggestion(_written(name, str), known) if hint is None else hint
-    return MeshError(f"the mesh has no axis {shortened(name)}{further}")
+    return MeshError(f"the mesh has no axis {shortened(name)}{suggestion(_written(name, str), known)}")
 
 
 def _fitting(message: str) -> str:

@@ -175,7 +175,7 @@ def without_dots(dims: Iterable[Dim], stand_ins: Iterable[Dim]) -> tuple[Dim, ..
 
 def has_dots(dim: Dim) -> bool:
     """Whether a dim of a spec is `...`, or has it among its factors."""
-    return any(factor.name == "..." for factor in dim.factors)
+    return "..." in [factor.name for factor in dim.factors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,19 +566,29 @@ def check_different(text: str, spec: Spec) -> None:
 
 def leaves(dims: Iterable[Dim]) -> tuple[Item, ...]:
     """The names of some dims, those in groups included."""
-    return items_of(factor for dim in dims for factor in dim.factors)
+    return items_of([factor for dim in dims for factor in dim.factors])
 
 
 def dim_places(dim: Dim) -> list[Place]:
     """What stands right of an `@` in a dim."""
-    return [place for place in (dim.place, *(factor.place for factor in dim.factors)) if place is not None]
+    own = [] if dim.place is None else [dim.place]
+    return own + [factor.place for factor in dim.factors if factor.place is not None]
+
+
+def axes_of_dim(dim: Dim) -> list[str]:
+    """The axes that a dim names."""
+    return [name for place in dim_places(dim) for name in place.names if name != "*"]
+
+
+def places_of(tree: Spec) -> list[tuple[str, Place]]:
+    """What stands right of an `@` in a spec, behind the dim or pending reduction in which it stands."""
+    found = [(str(dim), place) for dim in tree.dims for place in dim_places(dim)]
+    return found + [(str(each), each.place) for each in tree.pending or () if each.place is not None]
 
 
 def axes_of(tree: Spec) -> list[str]:
     """The axes that a spec names."""
-    places = [place for dim in tree.dims for place in dim_places(dim)]
-    places += [pending.place for pending in tree.pending or () if pending.place is not None]
-    return [name for place in places for name in place.names if name != "*"]
+    return [name for _, place in places_of(tree) for name in place.names if name != "*"]
 
 
 def items_of(factors: Iterable[Factor]) -> tuple[Item, ...]:

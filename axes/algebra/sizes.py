@@ -46,10 +46,8 @@ def whole_number(value: object) -> int | None:
     """
     if type(value) is int:
         return value
-    if isinstance(value, bool):
-        return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except Exception:  # of the value's own class: tensors without values raise a RuntimeError
         return None
 
@@ -72,7 +70,7 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     >>> whole_numbers([4, -1]), whole_numbers((4, 1.0)), whole_numbers(4)
     ((4, -1), None, None)
     """
-    found = values if type(values) is tuple else tuple_of(values)
+    found = tuple(values) if isinstance(values, tuple | list) else tuple_of(values)
     if found is None or _PLAIN.issuperset(map(type, found)):
         return found
     numbers = tuple(map(whole_number, found))
@@ -86,7 +84,7 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     (4, 8)
     """
     found = whole_numbers(shape)
-    if found is None or any(extent < 0 for extent in found):
+    if found is None or [size for size in found if size < 0]:
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
     return found
 
@@ -101,7 +99,7 @@ def checked_tensor_shape(shape: object) -> tuple[int, ...]:
 
 def checked_rank(what: str, rank: object) -> int:
     """A rank as a plain `int`; `MeshError`, which says what was given, for anything else."""
-    found = whole_number(rank)
+    found = rank if type(rank) is int else whole_number(rank)
     if found is None or not 0 <= found < LARGEST_SIZE:
         raise MeshError(f"{what} is a whole number from 0; found {shown(rank)}")
     return found
@@ -141,7 +139,7 @@ def given_sizes(
         raise SizeError(f"sizes is a mapping from names to sizes; found {type(sizes).__name__}")
     names = None if known is None else dict.fromkeys(known)
     found: dict[str, int] = {}
-    for name, value in [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]:
+    for name, value in [*keywords.items(), *(sizes or {}).items(), *[(item.name, item.size) for item in items]]:
         if names is not None and name not in names:
             near = suggestion(str(name), [each for each in names if each != name])
             raise SizeError(f"a size is given for {shortened(name)}, which is no option and isn't in {where}{near}")
@@ -255,5 +253,5 @@ def _missing(product: Product, name: str, sizes: Mapping[str, int]) -> int:
 
 def _sides(product: Product, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Both products over the names that have a size."""
-    left, right = (math.prod([sizes.get(name, 1) for name in side]) for side in (product.left, product.right))
+    left, right = [math.prod([sizes.get(name, 1) for name in side]) for side in (product.left, product.right)]
     return left, product.factor * right

@@ -70,7 +70,7 @@ def read_sharding(
     if source is not None and len(dims) != source.ndim:
         raise ShardingError(f"the spec has {len(dims)} dims, the tensor {source.ndim}")
     found = [_dim(mesh, spec, dim, given, source, at) for at, dim in enumerate(dims)]
-    _check_once(mesh, spec, tree, dims)
+    check_once(mesh, spec, tree)
     pending: list[tuple[str, Layout]] = []
     same: tuple[Layout, ...] = ()
     for each in tree.pending or ():
@@ -88,17 +88,16 @@ def read_sharding(
     return Sharding(mesh, tuple(slots), tuple(pending), tuple(names)), same
 
 
-def _check_once(mesh: Mesh, spec: str, tree: grammar.Spec, dims: Iterable[grammar.Dim]) -> None:
-    """Refuse axes that stand twice or share ranks, by the names that the spec has for them and whatever their size."""
-    places = [(str(dim), place) for dim in dims for place in grammar.dim_places(dim)]
-    places += [(str(each), each.place) for each in tree.pending or () if each.place is not None]
+def check_once(mesh: Mesh, text: str, tree: grammar.Spec) -> None:
+    """Refuse axes that stand twice in a tensor or share ranks, by the names that the text has, whatever their size."""
     seen: dict[str, str] = {}
+    places = grammar.places_of(tree)
     every = [(where, name, place.span) for where, place in places for name in place.names if name != "*"]
     for where, name, span in every:
         for other, there in seen.items():
             if name == other or mesh.layout(name).overlaps(mesh.layout(other)):
                 both = f"axis '{name}' is used twice" if name == other else f"axes '{other}' and '{name}' share ranks"
-                _wrong(f"{both}: in {there} and in {where}; each axis splits one place or is pending", spec, span)
+                _wrong(f"{both}: in {there} and in {where}; each axis splits one place or is pending", text, span)
         seen[name] = where
 
 

@@ -53,6 +53,8 @@ def handed_down(slots: Slots, sizes: Sequence[int]) -> list[Slots] | None:
     A layout goes to the name that its cuts lie in; a name that is split completely passes the next one on. A name
     without elements is split as one that all layouts of the dim divide, and its size stays open.
     """
+    if len(sizes) == 1 and slots.is_plain:
+        return [slots]
     found: list[list[Cut]] = [[] for _ in sizes]
     empty = [size == 0 for size in sizes]
     sizes = [size or _divided(slots) for size in sizes]
@@ -86,7 +88,7 @@ def of_names(names: Sequence[tuple[Slots, int]]) -> Slots:
     for slot in large:
         size, last = slot.size or 1, found[-1] if found else None
         if len(large) > 1 and size % slot.pieces:
-            raise ShardingError(f"a factor of {size} is split into {slot.pieces} uneven parts inside a group")
+            raise ShardingError(f"a factor of {size} is split into {slot.pieces} uneven parts inside the group")
         # Pieces that are used up hand the rest of the split on to what follows.
         if last and (not (last.layouts or slot.layouts) or (last.layouts and last.size == last.pieces)):
             found[-1] = Slot((*last.layouts, *slot.layouts), (last.size or 1) * size)
@@ -113,6 +115,15 @@ class Digits:
     def of(self, layouts: Iterable[Layout]) -> tuple[Mode, ...]:
         """The digits of layouts in order."""
         return tuple([digit for layout in layouts for digit in self._of[layout]])
+
+    def shared(self, uses: Iterable[tuple[str, Layout]]) -> tuple[Layout, str, str] | None:
+        """A layout of which a digit is used twice, and the two that use it; None where each is used once."""
+        owner: dict[Mode, str] = {}
+        for what, layout in uses:
+            for digit in self.of((layout,)):
+                if owner.setdefault(digit, what) != what:
+                    return layout, owner[digit], what
+        return None
 
     def pick(self, layout: Layout, wanted: frozenset[Mode]) -> tuple[Layout, ...]:
         """What of a layout consists of the digits in `wanted`."""

@@ -40,8 +40,7 @@ from axes.nn.functions import (
     rms_norm,
     rows_of_table,
 )
-from axes.ops.einops_ops import rearrange, reduce
-from axes.ops.einsum import einsum
+from axes.ops.einops_ops import einsum, rearrange, reduce
 
 
 class Einsum(torch.nn.Module):

@@ -1,8 +1,10 @@
-"""`rearrange`, `reduce` and `repeat`: einops with an `@`.
+"""`rearrange`, `reduce`, `repeat` and `einsum`: einops with an `@`.
 
     y = axes.rearrange(x, "b s@cp (h d) -> b s h@cp d", h=16)      # Ulysses: one all-to-all
     m = axes.reduce(x, "b s@cp d -> b d", "mean")                  # a local sum and an all-reduce
     r = axes.repeat(x, "b d -> b n@tp d", n=4)                     # each rank makes its own copies
+    h = axes.einsum(x, w, "b s d, d f@tp -> b s f@tp")             # column parallel; b and s flow
+    y = axes.einsum(h, v, "b s f@tp, f@tp d -> b s@tp d")          # row parallel, reduce-scattered
 
 On an ordinary tensor without `@` they are einops:
 
@@ -12,6 +14,10 @@ On an ordinary tensor without `@` they are einops:
 >>> reduce(torch.arange(6.0), "(a 2) -> a", "max").tolist()
 [1.0, 3.0, 5.0]
 
+In an einsum a name that several operands share is multiplied, one that the result lacks is summed. What is split is
+multiplied where it lies: a sum over a split name is pending, and the right side says what becomes of it, summed
+everywhere (`b s d`), summed and scattered (`b s@tp d`), or kept (`| sum@tp`, `| *`).
+
 On DTensors (the global view) the left side asserts how they are sharded; on plain tensors that hold
 this rank's shard (the local view) it declares it. What an expression means is told in
 `axes.algebra.flow`.
@@ -19,7 +25,6 @@ this rank's shard (the local view) it declares it. What an expression means is t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,22 +32,20 @@ import einops
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError, shown
-from axes.algebra.flow import recipe
+from axes.algebra.errors import ExpressionError, ShardingError, shown
 from axes.algebra.flow.reading import read
-from axes.algebra.flow.recipe import Op, op_name
+from axes.algebra.flow.recipe import Op
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import checked_size, given_sizes
+from axes.algebra.sizes import given_sizes
+from axes.ops.autocast import of_factor
 from axes.ops.global_view import Grad
-from axes.ops.recipes import BoundRecipe
-from axes.ops.request import ALONE, apply, requested
+from axes.ops.request import apply, requested
 from axes.ops.typed import T
 from axes.runtime import torch_private
-from axes.runtime.graphs import read_once
 from axes.runtime.redistribute import Dtypes
-from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, is_dense
+from axes.runtime.transforms import check_dense, check_not_wrapped
 
 Sizes = Mapping[str, int]
 
@@ -136,6 +139,46 @@ def repeat(
     return _called("repeat", x, expression, "", mesh, comm_dtype, async_op, grad, sizes, keywords)
 
 
+def einsum(
+    *tensors_and_expression: *tuple[*tuple[T, ...], str],
+    mesh: Mesh | None = None,
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    grad: Grad = "resolved",
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> T:
+    """The einsum of any number of tensors by the expression that comes last.
+
+    All operands are DTensors, or all are plain tensors that hold this rank's shard; their results
+    and gradients are those of `torch.einsum` on the whole. One axis splits one name of all the
+    operands, or is pending in one of them. Groups of names are opened and merged as in `rearrange`;
+    keywords are sizes, where the operands leave them open; `comm_dtype`, `async_op` and `grad` are as
+    in `rearrange`. The local product has the operands' dtype: with `comm_dtype=torch.float32` bfloat16
+    products are rounded on each rank before they are added up in 32 bits.
+
+    | expression | is |
+    | --- | --- |
+    | `"b s d, d f@tp -> b s f@tp"` | a local product |
+    | `"b s f@tp, f@tp d -> b s@tp d"` | product, reduce-scatter |
+    | `"b s f@tp, f@tp d -> b s d"` | product, all-reduce |
+    | `"b s f, f d -> b s d | *"` | product; pending where f is split |
+
+    Raises `ExpressionError`, `SizeError`, `MeshError` or `ShardingError` on every rank before
+    anything is sent: operands that disagree on a name are shown with the reshard that helps.
+
+    >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
+    5.0
+    """
+    *tensors, expression = tensors_and_expression or (None,)
+    distributed = [isinstance(x, DTensor) for x in tensors]
+    if not isinstance(expression, str) or not distributed or not all(distributed):
+        _check_arguments(tensors, expression, distributed)
+    request = requested("einsum", expression, "sum", mesh, comm_dtype, async_op, grad, sizes, keywords)
+    _check_dtypes(tensors)
+    return apply(request, tensors, grad)
+
+
 def _called(
     kind: str,
     x: Any,
@@ -156,14 +199,9 @@ def _called(
     if kind == "reduce":
         _check_op(op, x)
     function = op if callable(op) else None
-    plain = type(x) in PLAIN or not isinstance(x, DTensor)
-    if plain and lacks_axes(text) and not (function and isinstance(x, torch.Tensor)):
+    if not isinstance(x, torch.Tensor) and lacks_axes(text):
         return _by_einops(kind, x, text, request.sizes, op)
     return apply(request, (x,), grad, function)
-
-
-class RefusedByTorch(ShardingError, RuntimeError):
-    """What torch can't compute: dtypes, devices or shapes that don't go together; torch's own error too."""
 
 
 def lacks_axes(expression: str) -> bool:
@@ -171,52 +209,14 @@ def lacks_axes(expression: str) -> bool:
     return not ("@" in expression or "|" in expression or "=" in expression)
 
 
-_Pattern = tuple[str, tuple[str, ...], dict[str, int]]
-
-
-@read_once
-def _pattern(kind: str, text: str, rank: int, given: tuple[str, ...]) -> _Pattern:
-    """An expression for a tensor of this rank in einops' own characters, whatever its names are.
-
-    einops' reader takes other names and other white space than ours, and what it says of a mistake is about itself.
-    Returns the pattern, the letters of the names that are `given` a size, and the sizes of the numbers in the text.
-    """
-    reading = read(kind, text, (rank,))
-    given_sizes(dict.fromkeys(given), None, (), reading.names)
-    opened = {whole: inner for whole, inner in reading.wholes if not {*given}.isdisjoint(inner)}
-    sides = [
-        [[each for atom in slot.atoms for each in opened.get(atom, (atom,))] for slot in term.slots]
-        for term in reading.terms
-    ]
-    atoms = dict.fromkeys(atom for side in sides for group in side for atom in group)
-    letters = {atom: f"x{number}" for number, atom in enumerate(atoms)}
-    texts = [[" ".join(map(letters.__getitem__, group)) for group in side] for side in sides]
-    one, other = (" ".join(text if text.isalnum() else f"({text})" for text in side) for side in texts)
-    numbers = {letters[atom]: int(atom.split("#")[0]) for atom in atoms if "#" in atom}
-    return f"{one} -> {other}", tuple(letters[name] for name in given), numbers
-
-
-def _by_einops(kind: str, x: Any, text: str, given: tuple[tuple[str, int], ...], op: Op = "") -> Any:
-    """What einops gives for a tensor of any library, or a list of arrays."""
-    if torch_private.functorch_is_active():
-        check_not_wrapped(f"axes.{kind}", x)
-    if not is_dense(x) and isinstance(x, torch.Tensor):
-        check_dense(x, f"axes.{kind}")
+def _by_einops(kind: str, x: Any, text: str, sizes: tuple[tuple[str, int], ...], op: Op) -> Any:
+    """What einops itself gives for an array of another library, or a list of them."""
     shape = getattr(x[0] if type(x) is list else x, "shape", None)
     if shape is None:
         raise ShardingError(f"axes.{kind} takes a tensor; found {shown(x)}")
-    shape = (len(x), *shape) if type(x) is list else shape
-    pattern, letters, numbers = _pattern(kind, text, len(shape), tuple([name for name, _ in given]))
-    known = [(letter, checked_size(*each)) for letter, each in zip(letters, given, strict=True)] if given else ()
-    sizes = numbers | {letter: size for letter, size in known if size is not None} if known else numbers
-    try:
-        return getattr(einops, kind)(x, pattern, *((op,) if op else ()), **sizes)
-    except (einops.EinopsError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise
-        # What is wrong with names and sizes is said as it is of shards and DTensors.
-        _ = BoundRecipe(recipe(kind, text, op_name(op), (None,), (tuple(shape),), ALONE, given)).run
-        raise RefusedByTorch(f"axes.{kind}: {error}") from None
+    reading = read(kind, text, (len(shape) + (type(x) is list),))
+    known = given_sizes(dict(sizes), None, (), [item.name for item in reading.items])
+    return getattr(einops, kind)(x, text, *([op] if op else []), **known)
 
 
 def _check_op(op: Op, x: Any) -> None:
@@ -225,26 +225,10 @@ def _check_op(op: Op, x: Any) -> None:
         raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {shown(op)}{hint}")
     if not isinstance(x, torch.Tensor):
         return
-    if isinstance(op, str) and x.dtype in _RARE and not _is_reduced(x.dtype, op):
-        raise ShardingError(f"torch has no {op} of {x.dtype}; convert the tensor first")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ShardingError(f"a mean of {x.dtype} isn't {x.dtype}; convert it first, or take the sum")
     if op in ("max", "min") and x.is_complex():
         raise ShardingError(f"{x.dtype} has no order, so no {op}")
-
-
-_RARE = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
-"""Dtypes for which torch lacks some reductions."""
-
-
-@functools.lru_cache(maxsize=64)
-def _is_reduced(dtype: torch.dtype, op: str) -> bool:
-    """Whether torch reduces values of this dtype by an operation."""
-    try:
-        einops.reduce(torch.zeros(1, 1, dtype=dtype), "a b -> a", op)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
@@ -264,3 +248,44 @@ def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
             f"found {found}"
         )
     return torch.stack(tensors)
+
+
+def _check_arguments(tensors: list[Any], expression: object, distributed: list[bool]) -> None:
+    if not isinstance(expression, str) or not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
+        kinds = ", ".join([type(each).__name__ for each in (*tensors, expression)[:8]])
+        raise ExpressionError(
+            f"einsum takes tensors and, last, the expression, like axes.einsum(x, w, 'b d, d f -> b f'); found {kinds}"
+        )
+    for x in tensors if torch_private.functorch_is_active() else ():
+        check_not_wrapped("axes.einsum", x)
+    if any(distributed):
+        plain = distributed.index(False) + 1
+        raise ShardingError(
+            f"einsum takes DTensors or plain tensors, not both: operand {plain} is plain. Make it a DTensor with "
+            "axes.shard or axes.from_local, or take the shards of the others with axes.to_local"
+        )
+    # torch multiplies memory that isn't there: of a tensor on "meta" and another it gives numbers without a warning.
+    if len(tensors) > 1 and len(devices := {x.device for x in tensors}) > 1 and all(x.ndim for x in tensors):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ShardingError(f"the operands of einsum lie on one device; found {names}. Write x.to(device)")
+
+
+_UNMULTIPLIED = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
+_MULTIPLIED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""What most calls have: found at once."""
+
+
+def _check_dtypes(tensors: list[Any]) -> None:
+    """`ShardingError` for dtypes that torch doesn't multiply, or not with each other."""
+    kinds = {x.dtype for x in tensors}
+    if len(kinds) > 1 and torch_private.autocast_may_be_on():
+        kinds = {of_factor(x) for x in tensors}
+    if len(kinds) == 1 and not kinds.isdisjoint(_MULTIPLIED):
+        return
+    names = ", ".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in tensors))
+    if len(kinds) > 1:
+        raise ShardingError(f"the operands of einsum have one dtype; found {names}. Write x.to(dtype)")
+    if any(kind in _UNMULTIPLIED or (kind.is_floating_point and kind.itemsize < 2) for kind in kinds):
+        raise ShardingError(
+            f"einsum multiplies numbers of 8 bits and more, and torch doesn't those of {names}; convert them"
+        )

@@ -180,7 +180,7 @@ def _brought(made: BoundRecipe, needed: tuple[bool, ...], spec: Spec) -> Shardin
     gradients = [gradient(made.recipe, index, arrived) for index, wanted in enumerate(needed) if wanted]
     first, shape = gradients[0].inputs[0], made.recipe.whole(made.recipe.result.groups)
     shared = shared_cotangent(gradients) if len(gradients) > 1 else None
-    return shared or (None if unmoved(arrived, first.source, shape) else first.source)
+    return shared or (None if unmoved(arrived, first.tensor, shape) else first.tensor)
 
 
 def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
@@ -190,9 +190,9 @@ def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
     """
     inputs = [each.inputs[0] for each in gradients]
     first = inputs[0]
-    if any(len(group) != 1 for i in inputs for group in i.groups) or any(i.prepared != first.prepared for i in inputs):
+    if any(len(group) != 1 for i in inputs for group in i.groups) or any(i.computed != first.computed for i in inputs):
         return None
-    return None if unmoved(first.source, first.prepared, gradients[0].whole(first.groups)) else first.prepared
+    return None if unmoved(first.tensor, first.computed, gradients[0].whole(first.groups)) else first.computed
 
 
 @_per_program
@@ -213,7 +213,7 @@ def _arrived(forward: Recipe, spec: Spec) -> Sharding:
 
 def _on_shards(made: BoundRecipe, x: DTensor) -> DTensor:
     """What isn't linear: differentiated by torch on this rank's shard, as in a region of this one operation."""
-    pending = [entry for s in (made.recipe.inputs[0].source, made.recipe.result.output) for entry in s.pending]
+    pending = [entry for s in (made.recipe.inputs[0].tensor, made.recipe.result.tensor) for entry in s.pending]
     if pending and made.recipe.op in ("max", "min"):
         return linear(functools.partial(_run, made), functools.partial(_refuse, made.recipe, pending[:1]), x)
     changes, (local, counted, counted_result) = Changes(), _as_region(made)
@@ -234,7 +234,7 @@ def _as_region(made: BoundRecipe) -> tuple[BoundRecipe, tuple[Any, ...], tuple[A
     Over an axis along which tensor and result are replicated each rank computes the same, and has the whole gradient;
     over any other the gradients of copies add up.
     """
-    source, result = made.recipe.inputs[0].source, made.placements
+    source, result = made.recipe.inputs[0].tensor, made.placements
     placements, mesh = torch_placements(source), source.mesh
     axes = zip(mesh.layouts, placements, result, strict=True)
     whole = tuple([layout for layout, a, b in axes if a.is_replicate() and b.is_replicate() and layout.size > 1])

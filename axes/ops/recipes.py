@@ -25,16 +25,16 @@ from typing import Any
 import torch
 
 from axes.algebra.errors import ShardingError, SizeError, shown
-from axes.algebra.flow import Input, Recipe, unmoved
-from axes.algebra.flow.reading import read
-from axes.algebra.flow.recipe import Groups, Op, Shape, singles
-from axes.algebra.flow.rules import REDUCTIONS, units_of
+from axes.algebra.flow import Recipe, Shardings, unmoved
+from axes.algebra.flow.reading import Groups, read
+from axes.algebra.flow.recipe import Op, Shape, singles
+from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction, flat, reshaping
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, group_along
 from axes.runtime.redistribute import EXTREMES, Dtypes, extreme, moving
-from axes.runtime.symbols import fixed, hint, hints, is_symbolic, varying
+from axes.runtime.symbols import fixed, hint, is_symbolic, varying
 from axes.runtime.torch_placements import torch_placements
 
 Run = Callable[..., torch.Tensor]
@@ -66,7 +66,7 @@ class BoundRecipe:
     @functools.cached_property
     def placements(self) -> tuple[Any, ...]:
         """Those of the result, in the global view."""
-        return torch_placements(self.recipe.result.output)
+        return torch_placements(self.recipe.result.tensor)
 
     @property
     def whole(self) -> Recipe:
@@ -98,7 +98,7 @@ class BoundRecipe:
     def computed(self) -> Sizes:
         """What this rank has of each atom during the local computation."""
         result, found = self.recipe.result, dict[str, int]()
-        for atoms, sharding in (*((i.atoms, i.prepared) for i in self.recipe.inputs), (result.atoms, result.derived)):
+        for atoms, sharding in [(i.atoms, i.computed) for i in (*self.recipe.inputs, result)]:
             found.update(zip(atoms, self.local(atoms, sharding), strict=True))
         return found
 
@@ -108,13 +108,12 @@ def traced_sizes(found: Recipe, shapes: Sequence[Shape], given: Sequence[tuple[s
 
     `shapes` are those that tensors have, whole or on this rank.
     """
-    numbers = tuple(map(hints, shapes))
-    reading = read(found.kind, found.text, tuple(map(len, shapes)), units_of(found.kind, found.text, numbers))
+    reading = read(found.kind, found.text, tuple(map(len, shapes)))
     alone = {(operand, dim): atom for operand, dim, atom in reading.alone}
     uses: list[tuple[Any, Any, int]] = [(name, size, int(name in alone.values())) for name, size in given]
     for place, (operand, shape) in enumerate(zip(found.inputs, shapes, strict=True)):
         whole = found.whole(operand.groups)
-        for dim, (size, extent, split) in enumerate(zip(shape, whole, operand.source.dims, strict=True)):
+        for dim, (size, extent, split) in enumerate(zip(shape, whole, operand.tensor.dims, strict=True)):
             is_cut_once = (place, dim) in alone and len(split) == 1
             may = type(size) is not int and is_cut_once and extent % hint(size) == 0
             uses.append((alone.get((place, dim)), size * (extent // hint(size)) if may else size, int(may)))
@@ -125,9 +124,8 @@ def at_sizes(found: Recipe, sizes: Sizes) -> Recipe | None:
     """The recipe with these sizes of its atoms, its own numbers for those that its splits don't divide; None where that
     is all of them.
     """
-    result, pieces = found.result, dict.fromkeys(sizes, 1)
-    ends = [(i.atoms, end) for i in found.inputs for end in (i.elementary, i.prepared)]
-    for atoms, end in (*ends, (result.atoms, result.derived), (result.atoms, result.target)):
+    pieces = dict.fromkeys(sizes, 1)
+    for atoms, end in [(i.atoms, end) for i in (*found.inputs, found.result) for end in (i.elementary, i.computed)]:
         for atom, dim in zip(atoms, end.dims, strict=True):
             pieces[atom] = math.lcm(pieces[atom], dim.pieces)
     kept = {atom: fixed(size) if size % pieces[atom] else size for atom, size in sizes.items()}
@@ -138,7 +136,7 @@ def _program(made: BoundRecipe) -> Run:
     found = made.recipe
     if found.mesh.coordinate is None:
         return _nothing
-    last, feeds = _leaving(made, found.result.derived), [_feed(made, i) for i in found.inputs]
+    last, feeds = _leaving(made, found.result.computed), [_feed(made, i) for i in found.inputs]
     if made.device_mesh is None and last is not None and _is_extreme_across_ranks(found):
         return _chained(feeds, _extreme(made, feeds[0] is None), None)
     return _chained(feeds, local_computation(made), last)
@@ -146,9 +144,9 @@ def _program(made: BoundRecipe) -> Run:
 
 def _is_extreme_across_ranks(found: Recipe) -> bool:
     """Whether a maximum or minimum arises over ranks here, and is resolved here."""
-    kept = {layout for op, layout in found.result.target.pending if op != "same"}
-    inherited = any(op != "same" for op, _ in found.inputs[0].source.pending)
-    return found.op in EXTREMES and bool(found.result.derived.pending) and not kept and not inherited
+    kept = {layout for op, layout in found.result.elementary.pending if op != "same"}
+    inherited = any(op != "same" for op, _ in found.inputs[0].tensor.pending)
+    return found.op in EXTREMES and bool(found.result.computed.pending) and not kept and not inherited
 
 
 def _nothing(*locals_: torch.Tensor) -> torch.Tensor:
@@ -172,9 +170,6 @@ def _joined(stages: Iterable[Run | None]) -> Run:
     first, *rest = [stage for stage in stages if stage not in (None, _same)] or [_same]
     if not rest:
         return first
-    if len(rest) == 1:
-        (last,) = rest
-        return lambda *xs: last(first(*xs))
 
     def run(*xs: torch.Tensor) -> torch.Tensor:
         x = first(*xs)
@@ -196,12 +191,12 @@ def _move(made: BoundRecipe, source: Sharding, target: Sharding, atoms: tuple[st
     return moving(source, target, shape, made.comm_dtype, made.async_op and last, is_local)
 
 
-def _feed(made: BoundRecipe, operand: Input) -> Stage | None:
+def _feed(made: BoundRecipe, operand: Shardings) -> Stage | None:
     """From an operand to what the local computation takes; None where it takes the operand itself.
 
     Otherwise what it takes has one dim per atom.
     """
-    moving = _move(made, operand.elementary, operand.prepared, operand.atoms, False)
+    moving = _move(made, operand.elementary, operand.computed, operand.atoms, False)
     if moving is None:
         return None
     local = dict(zip(operand.atoms, made.local(operand.atoms, operand.elementary), strict=True))
@@ -211,13 +206,13 @@ def _feed(made: BoundRecipe, operand: Input) -> Stage | None:
 def _leaving(made: BoundRecipe, derived: Sharding) -> Stage | None:
     """From the derived result, with one dim per atom, to the result; None where that only merges dims."""
     result = made.recipe.result
-    moving = _move(made, derived, result.target, result.atoms, True)
+    moving = _move(made, derived, result.elementary, result.atoms, True)
     return None if moving is None else _joined([moving, _merging(made)])
 
 
 def _merging(made: BoundRecipe) -> Stage | None:
     result = made.recipe.result
-    local = dict(zip(result.atoms, made.local(result.atoms, result.target), strict=True))
+    local = dict(zip(result.atoms, made.local(result.atoms, result.elementary), strict=True))
     return reshaping(result.groups, result.groups, local)
 
 
@@ -228,14 +223,14 @@ def computed_shapes(made: BoundRecipe) -> tuple[Shape, ...]:
     """The shapes that `local_computation` takes on this rank."""
     found = made.recipe
     return tuple(
-        i.source.local_shape(found.whole(i.groups)) if as_is else made.local(i.atoms, i.prepared)
+        i.tensor.local_shape(found.whole(i.groups)) if as_is else made.local(i.atoms, i.computed)
         for i, as_is in zip(found.inputs, _unmoved_operands(found), strict=True)
     )
 
 
 def _unmoved_operands(found: Recipe) -> list[bool]:
     """For each operand, whether it reaches the local computation unmoved."""
-    return [unmoved(i.elementary, i.prepared, found.shape_of(i.atoms)) for i in found.inputs]
+    return [unmoved(i.elementary, i.computed, found.shape_of(i.atoms)) for i in found.inputs]
 
 
 def local_computation(made: BoundRecipe) -> Run:
@@ -247,7 +242,7 @@ def local_computation(made: BoundRecipe) -> Run:
     found, result = made.recipe, made.recipe.result
     as_is = _unmoved_operands(found)
     terms = [i.groups if raw else singles(i.atoms) for i, raw in zip(found.inputs, as_is, strict=True)]
-    ends = unmoved(result.derived, result.target, found.shape_of(result.atoms))
+    ends = unmoved(result.computed, result.elementary, found.shape_of(result.atoms))
     return _computation(made, terms, result.groups if ends else singles(result.atoms), found.op)
 
 
@@ -312,11 +307,11 @@ def _extreme(made: BoundRecipe, raw: bool) -> Run:
     once is what the maximum of the whole does.
     """
     found, result = made.recipe, made.recipe.result
-    group = group_along(found.mesh, tuple([found.mesh.called(layout) for _, layout in result.derived.pending]))
+    group = group_along(found.mesh, tuple([found.mesh.called(layout) for _, layout in result.computed.pending]))
     operand, atoms = found.inputs[0].groups if raw else singles(found.inputs[0].atoms), singles(result.atoms)
     most, count = (_computation(made, [operand], atoms, op) for op in (found.op, "sum"))
     spread = _computation(made, [atoms], operand, "sum")
-    leave = _leaving(made, replace(result.derived, pending=())) or _merging(made)
+    leave = _leaving(made, replace(result.computed, pending=())) or _merging(made)
     return _joined([lambda x: extreme(x, str(found.op), group, most, count, spread), leave])
 
 

@@ -41,7 +41,7 @@ from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import Route, of_sizes, route, same_axes
 from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_transforms, is_dense
+from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_not_wrapped, check_transforms, is_dense
 
 Sizes = tuple[tuple[str, Any], ...]
 Function = Callable[..., Any] | None
@@ -106,9 +106,12 @@ def requested(
 def apply(request: Request, tensors: Sequence[Any], grad: Grad = "resolved", function: Function = None) -> Any:
     """The operation, on DTensors or on this rank's shards."""
     is_local = type(tensors[0]) in PLAIN or not isinstance(tensors[0], DTensor)
+    transforms = torch_private.transforms_are_on()
+    for x in tensors if transforms else ():
+        check_not_wrapped(request.where, x)
     if is_local:
         request = _of_shards(request, grad)
-    if request.mesh is not ALONE and torch_private.transforms_are_on():
+    if transforms and request.mesh is not ALONE:
         check_transforms(request.where, tensors)
     if torch.compiler.is_compiling():
         what, sizes = without_sizes(request)
@@ -153,7 +156,8 @@ def _on_shards(made: BoundRecipe, tensors: Sequence[torch.Tensor], _: Grad) -> t
     accumulated, and what is added to one of two leaves would be added to the other.
     """
     first = tensors[0]
-    if first.requires_grad and first.is_leaf and made.may_be_view and torch.is_grad_enabled():
+    is_kept = first.requires_grad and first.is_leaf and made.recipe.mesh is not ALONE
+    if is_kept and made.may_be_view and torch.is_grad_enabled():
         tensors = (linear(lambda x: x.view_as(x), torch.clone, first),)
     if torch_private.autocast_may_be_on():
         return autocast.applied(made.recipe, made.run, tensors, torch.Tensor.to)
@@ -175,9 +179,7 @@ def _made(request: Request, held: Held) -> Any:
         own = Mesh.from_device_mesh(held[0].mesh)
         mesh = mesh if mesh is not None and (given or mesh.universe == own.universe) else own
         shardings, device_mesh = tuple(map(sharding_of_spec, held)), held[0].mesh
-    elif mesh is None or mesh.coordinate is None:
-        rank = mesh and mesh.rank
-        raise MeshError(f"rank {rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {text}")
+    assert mesh is not None  # plain tensors had to have one
     numbers = tuple([(name, hint(size)) for name, size in sizes])
     found = recipe(kind, text, op, shardings, tuple(map(hints, shapes)), mesh, numbers)
     sized = traced_sizes(found, shapes, sizes) if _varies(shapes, sizes) else None

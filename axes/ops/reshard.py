@@ -143,7 +143,7 @@ def _of_shard(x: Any, request: Request, grad: Grad) -> torch.Tensor:
 
 @read_once
 def _check_dims(text: str, ndim: int) -> None:
-    sides = [[slot.atoms for slot in term.slots] for term in read("reshard", text, (ndim,)).terms]
+    sides = [term.groups for term in read("reshard", text, (ndim,)).terms]
     if sides[0] != sides[1]:
         raise ExpressionError(
             "reshard has the same dims on both sides of '->'; to rearrange them use axes.rearrange", text, 0, len(text)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from axes.algebra.plan import bytes_text
-from axes.ops.einops_ops import rearrange
-from axes.ops.einsum import einsum
+from axes.ops.einops_ops import einsum, rearrange
 from axes.runtime.check import debug
 from axes.runtime.launch import launch
 from axes.runtime.sharded import shard, to_local, unshard

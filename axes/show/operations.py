@@ -242,7 +242,7 @@ def _gradients(subject: Recipe, dtype: str) -> list[Moved]:
 
     What the result has pending has a replicated cotangent.
     """
-    arrived = replace(subject.result.output, pending=())
+    arrived = replace(subject.result.tensor, pending=())
     found: list[Moved] = []
     recipes = [gradient(subject, index, arrived) for index in range(len(subject.inputs))]
     target = shared_cotangent(recipes) if len(recipes) > 1 else None
@@ -252,8 +252,8 @@ def _gradients(subject: Recipe, dtype: str) -> list[Moved]:
     for index, (each, operand) in enumerate(zip(recipes, subject.inputs, strict=True)):
         name = f"gradient {index + 1}" if len(recipes) > 1 else "gradient"
         found += _moves_of(each, dtype, name)
-        leaf = replace(operand.source, pending=())
-        found += _moved(f"{name} at its leaf", each.result.output, leaf, subject.whole(operand.groups), dtype)
+        leaf = replace(operand.tensor, pending=())
+        found += _moved(f"{name} at its leaf", each.result.tensor, leaf, subject.whole(operand.groups), dtype)
     return found
 
 
@@ -328,11 +328,11 @@ def _of_recipe(kind: str, subject: Recipe, of_shards_alone: bool, dtype: str) ->
     many = len(subject.inputs) > 1
     names = [f"operand {at + 1}" if many else "operand" for at in range(len(subject.inputs))]
     tensors = [
-        _tensor(name, i.source, subject.whole(i.groups), dtype, i.elementary.spec)
+        _tensor(name, i.tensor, subject.whole(i.groups), dtype, i.elementary.spec)
         for name, i in zip(names, subject.inputs, strict=True)
     ]
     result = subject.result
-    tensors.append(_tensor("result", result.output, subject.whole(result.groups), dtype, result.target.spec))
+    tensors.append(_tensor("result", result.tensor, subject.whole(result.groups), dtype, result.elementary.spec))
     backward = _gradients(subject, dtype) if _has_gradient(subject) and not of_shards_alone else None
     drawn = subject.mesh.size <= MOST and subject.mesh.coordinate is not None and all(subject.size.values())
     return _explained(

@@ -221,9 +221,9 @@ def of_recipe(found: Recipe, dtype: str = "float32", hidden: Collection[str] = (
 def _scenes(found: Recipe, dtype: str) -> Iterator[Row | Between]:
     """An operation, row by row."""
     for i in found.inputs:
-        yield from _moved(i.elementary, i.prepared, i.atoms, found, dtype)
+        yield from _moved(i.elementary, i.computed, i.atoms, found, dtype)
     result = found.result
-    moved = list(_moved(result.derived, result.target, result.atoms, found, dtype))
+    moved = list(_moved(result.computed, result.elementary, result.atoms, found, dtype))
     if found.kind == "rearrange":  # the operand's row is that of the derived result, but for the order of its dims
         yield from moved[1:] or [Between(("nothing moves",)), *moved]
     else:

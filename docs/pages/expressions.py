@@ -157,7 +157,7 @@ def section(row: Row) -> str:
     found = row.on_dtensors()
     result = found.result
     mesh = " ".join(f"{axis}={size}" for axis, size in row.mesh.shape.items())
-    stays = f"{result.output}     {list(found.whole(result.groups))} {DTYPE}\n  nothing moves"
+    stays = f"{result.tensor}     {list(found.whole(result.groups))} {DTYPE}\n  nothing moves"
     local = [f"{made}{after}" for made, after in local_backward(row.on_shards())]
     parts = [
         f"### {row.name.capitalize()}",
@@ -200,18 +200,18 @@ def global_backward(found: Recipe) -> str:
 def _gradient_row(found: Recipe, index: int, arrived: Sharding) -> list[str]:
     back = gradient(found, index, arrived)
     steps = steps_of(plans_of(back))
-    which = [inline(found.inputs[index].source.spec)] if len(found.inputs) > 1 else []
-    return [inline(arrived.spec), *which, listed(kinds(steps)), moved(steps), inline(back.result.output.spec)]
+    which = [inline(found.inputs[index].tensor.spec)] if len(found.inputs) > 1 else []
+    return [inline(arrived.spec), *which, listed(kinds(steps)), moved(steps), inline(back.result.tensor.spec)]
 
 
 def arrivals(found: Recipe) -> list[Sharding]:
     """Ways in which a gradient may arrive: as the result is, whole, as summands, as an operand is."""
-    result = found.result.output
+    result = found.result.tensor
     names = names_of(result)
     whole = result.mesh.sharding(" ".join(names))
     sums = tuple([("sum", layout) for layout in result.mesh.layouts])
     ways = [replace(result, pending=()), whole, replace(whole, pending=sums)]
-    ways += [replace(i.source, pending=()) for i in found.inputs if names_of(i.source) == names]
+    ways += [replace(i.tensor, pending=()) for i in found.inputs if names_of(i.tensor) == names]
     return list(dict.fromkeys(ways))
 
 
@@ -269,8 +269,9 @@ DTensors (the *global view*: one tensor, wherever it lies) or plain tensors that
 view*), and the expression means the same.
 
 One text is read the same everywhere. A name is what Python calls an identifier (`h`, `_h`, `β`, but not `_` alone,
-and written as Python normalizes it); white space is what Python calls so, tabs and line breaks included. einops
-itself is stricter: it refuses `_h`, `h_` and tabs. Without an `@` it still does the work, and the text is read before.
+and written as Python normalizes it); white space is what Python calls so, tabs and line breaks included. In an
+einsum `...` stands for dims of the same sizes in every operand. Arrays of other libraries, where the text has no `@`,
+go to einops itself, which is stricter: it refuses `_h`, `h_` and tabs.
 
 ## Four rules
 

@@ -1,8 +1,8 @@
 """Flow: what an expression means for sharded tensors, worked out before anything is sent.
 
-The way from text to a recipe: `reading` opens groups and `...` into atoms, `meshes` finds the mesh of the result,
-`operands` hands the splits of dims down to atoms and compares them with the left side, `rules` applies the four
-rules of the notation, `recipe` is the result, and `transpose` derives the recipe of each operand's gradient from it.
+The way from text to a recipe: `reading` opens groups and `...` into atoms, `operands` solves their sizes, hands the
+splits of dims down to them and compares these with the left side, `rules` applies the four rules of the notation,
+`recipe` is the result, and `transpose` derives the recipe of each operand's gradient from it.
 
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("dp=2 tp=2")
@@ -14,8 +14,8 @@ b s f@tp, f@tp d -> b s@tp d
   result     b@dp s d | sum@tp  ->  b@dp s@tp d    [8, 4, 6]
 """
 
-from axes.algebra.flow.recipe import Input, Output, Recipe, unmoved
+from axes.algebra.flow.recipe import Recipe, Shardings, unmoved
 from axes.algebra.flow.rules import recipe
 from axes.algebra.flow.transpose import gradient, required
 
-__all__ = ["Input", "Output", "Recipe", "gradient", "recipe", "required", "unmoved"]
+__all__ = ["Recipe", "Shardings", "gradient", "recipe", "required", "unmoved"]

@@ -3,16 +3,15 @@
 A recipe is what is left of an expression once it has met the shardings and shapes of its tensors.
 Per operand:
 
-    source  --view-->  elementary  --move-->  prepared
+    tensor  --view-->  elementary  --move-->  computed
 
 then the local computation, then for the result
 
-    derived  --move-->  target  --view-->  output
+    computed  --move-->  elementary  --view-->  tensor
 
 A move that joins two equal shardings does nothing, and most do: an operation moves data in one
-place, an operation that is local in none. `source` and `output` are shardings of the tensors as they
-are, the others those of a tensor with one dim per atom of the expression. So a split of a group has to
-fall on the names in it.
+place, an operation that is local in none. `tensor` is the sharding of the tensor as it is, the others those of
+a tensor with one dim per atom of the expression. So a split of a group has to fall on the names in it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from axes.algebra.flow.reading import names_of
+from axes.algebra.flow.reading import Groups, names_of
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding, Slots
+from axes.algebra.sharding import Sharding, Slots, layouts_text, pending_text, slots_text
 
 Shape = tuple[int, ...]
-Groups = tuple[tuple[str, ...], ...]
 Op = str | Callable[..., Any]
 """How atoms are reduced: a reduction by name, or a function of a tensor and its dims, which the caller has."""
 
@@ -61,13 +59,14 @@ def singles(atoms: Iterable[str]) -> Groups:
 
 
 @dataclass(frozen=True)
-class Input:
-    """An operand. `groups` are the atoms of each of its dims."""
+class Shardings:
+    """How an operand or the result lies, whose dims are `groups` of atoms: as it is, with one dim per atom, and where
+    the local computation takes or gives it."""
 
     groups: Groups
-    source: Sharding
+    tensor: Sharding
     elementary: Sharding
-    prepared: Sharding
+    computed: Sharding
     conjugate: bool = False
 
     @functools.cached_property
@@ -75,20 +74,22 @@ class Input:
         """The atoms in order, those of a diagonal repeatedly."""
         return tuple([atom for group in self.groups for atom in group])
 
+    @property
+    def splits(self) -> list[tuple[str, Slots]]:
+        """The atoms in order, and how each is split."""
+        return [*zip(self.atoms, self.elementary.dims, strict=True)]
 
-@dataclass(frozen=True)
-class Output:
-    """The result. `groups` are the atoms of each of its dims."""
-
-    groups: Groups
-    derived: Sharding
-    target: Sharding
-    output: Sharding
-
-    @functools.cached_property
-    def atoms(self) -> tuple[str, ...]:
-        """The atoms in order."""
-        return tuple([atom for group in self.groups for atom in group])
+    def text(self, instead: Mapping[str, Slots] | None = None) -> str:
+        """The tensor in the names of the expression, with some atoms split otherwise."""
+        mesh, texts = self.tensor.mesh, []
+        splits = [(atom, (instead or {}).get(atom, split)) for atom, split in self.splits]
+        atoms = [slots_text(mesh, split, names_of([atom], split)) for atom, split in splits]
+        for group, dim in zip(self.groups, self.tensor.dims, strict=True):
+            inner = " ".join([atoms.pop(0) for _ in group])
+            one = "1" + (f"@{layouts_text(mesh, dim.layouts)}" if dim.layouts else "")
+            texts.append({0: one, 1: inner}.get(len(group), f"({inner})"))
+        pending = self.tensor.pending
+        return " ".join([*texts, *(["|", pending_text(mesh, pending)] if pending else [])])
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ class Recipe:
     mesh: Mesh
     op: Op
     sizes: tuple[tuple[str, int], ...]
-    inputs: tuple[Input, ...]
-    result: Output
+    inputs: tuple[Shardings, ...]
+    result: Shardings
     averages: bool = False
     multiplier: int = 1
     counted: tuple[Layout, ...] = ()
@@ -143,15 +144,15 @@ class Recipe:
     @property
     def arrows(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
         """`(from, to, whole shape)` of each arrow between shardings."""
-        found = [(i.elementary, i.prepared, self.shape_of(i.atoms)) for i in self.inputs]
-        return (*found, (self.result.derived, self.result.target, self.shape_of(self.result.atoms)))
+        found = [(i.elementary, i.computed, self.shape_of(i.atoms)) for i in self.inputs]
+        return (*found, (self.result.computed, self.result.elementary, self.shape_of(self.result.atoms)))
 
     def __str__(self) -> str:
         lines = [self.text]
         for number, i in enumerate(self.inputs):
-            steps = [i.source, i.elementary, i.prepared]
+            steps = [i.tensor, i.elementary, i.computed]
             lines.append(f"  operand {number + 1}  {_chain(steps)}    {list(self.whole(i.groups))}")
-        steps = [self.result.derived, self.result.target, self.result.output]
+        steps = [self.result.computed, self.result.elementary, self.result.tensor]
         lines.append(f"  result     {_chain(steps)}    {list(self.whole(self.result.groups))}")
         return "\n".join(lines)
 

@@ -5,30 +5,33 @@
 3. Data moves only where the right side differs from the left.
 4. Nothing is left pending that the expression doesn't name.
 
-`recipe` below reads top to bottom: the expression, the mesh that its result lies on (`meshes`), sizes and
+`recipe` below reads top to bottom: the expression, the mesh that its result lies on, sizes and
 states of the operands (`operands`), and here what is pending after the local computation, what the right side
 wants, and the recipe that does it.
+
+An expression may name axes of the ambient mesh that the tensors' own mesh has under other names or as parts
+of its axes, but each of them is made of the axes that the tensors are on, and is used once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
-from axes.algebra.errors import AxesError, ShardingError, SizeError
-from axes.algebra.flow.meshes import check_axes, mesh_of_result
-from axes.algebra.flow.operands import Operand, Operands
-from axes.algebra.flow.reading import KINDS, Axes, Reading, is_name, read
-from axes.algebra.flow.recipe import Input, Output, Recipe, Shape, sharding_by_atoms, singles
-from axes.algebra.grammar import place_text
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, unknown_axis
+from axes.algebra.flow.operands import Operands, sizes_of_atoms
+from axes.algebra.flow.reading import KINDS, Reading, group_text, is_name, read
+from axes.algebra.flow.recipe import Recipe, Shape, Shardings, sharding_by_atoms, singles
+from axes.algebra.grammar import Place, places_of
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import LINEAR, Sharding, Slots, layouts_text, pending_text
+from axes.algebra.specs import check_once
 from axes.algebra.splits import split
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "any", "all")
@@ -59,93 +62,157 @@ def recipe(
       result     b s@cp h d  ->  b s h@cp d    [4, 16, 6, 2]
     """
     assert kind in KINDS
-    reading = read(kind, text, tuple(map(len, shapes)), units_of(kind, text, shapes))
-    home = mesh_of_result(reading, mesh, shardings)
+    reading = read(kind, text, tuple(map(len, shapes)))
+    home = _mesh_of_result(reading, mesh, shardings)
     actual = tuple([None if s is None else s.on(home).sized(n) for s, n in zip(shardings, shapes, strict=True)])
-    given = {name for name, _ in sizes}
-    standing, wholes = _standing(reading, home, actual, shapes, given)
-    if wholes:
-        with contextlib.suppress(AxesError):
-            found = _kept(home.rank, reading, home, actual, standing, sizes, op)
-            return replace(found, sizes=tuple({**found.size, **wholes}.items()))
-    return recipe_at(reading, home, actual, shapes, sizes, op)
+    whole, assumed = sizes_of_atoms(reading, home, actual[0] is not None, shapes, dict(sizes))
+    found = _kept(home.rank, reading, home, actual, tuple(_small(reading, home, actual, whole).items()), op)
+    found = replace(found, sizes=tuple(whole.items()))
+    if kind == "reduce" and assumed:
+        found = replace(found, counted=_counted(found, reading, assumed))
+    for operand, term, shape in zip(found.inputs, reading.operands, shapes, strict=True) if actual[0] is None else ():
+        extents = found.whole(operand.groups)
+        expected = operand.tensor.local_shape(extents)
+        if expected != tuple(shape):
+            raise SizeError(
+                f"the shard of {list(extents)} on rank {home.rank} is {list(expected)} by "
+                f"'{term.spec}'; found {list(shape)}\nin  {text}"
+            )
+    return found
 
 
-def _standing(
-    reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None], shapes: Sequence[Shape], given: Collection[str]
-) -> tuple[tuple[Shape, ...], dict[str, int]]:
-    """Shapes with the same recipe but for sizes, and the sizes in which they differ.
+def _small(
+    reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Sizes with the same recipe.
 
     An atom that is a dim by itself wherever it stands meets no other size, and all that a recipe asks of its own is
     whether splits divide it. They divide every multiple of the number of ranks: twice that stands for all of these.
-    None differ where a size contradicts another, or is `given`.
     """
-    standing, wholes = [list(shape) for shape in shapes], dict[str, int]()
     pairs = [(atom, shardings[operand], dim) for operand, dim, atom in reading.alone]
-    as_they_are = {*given, *(atom for atom, s, dim in pairs if s is not None and len(s.dims[dim]) > 1)}
-    for operand, dim, atom in reading.alone:
-        uses = reading.operands[operand].slots[dim].uses if shardings[operand] is None else []
-        count = math.prod([mesh.layout(axis).size for _, axis, _ in uses])
-        whole = shapes[operand][dim] * count
-        if atom in as_they_are or whole <= 1 or whole % mesh.size or mesh.size % count:
-            continue
-        if wholes.setdefault(atom, whole) != whole:
-            return tuple(shapes), {}
-        standing[operand][dim] = 2 * mesh.size // count
-    return tuple(map(tuple, standing)), wholes
+    own = {atom for atom, s, dim in pairs if s is not None and not s.dims[dim].is_plain}
+    alone = {atom for atom, _, _ in pairs} - own
+    return {
+        atom: 2 * mesh.size if atom in alone and size > 1 and size % mesh.size == 0 else size
+        for atom, size in sizes.items()
+    }
 
 
-def recipe_at(
-    reading: Reading,
-    home: Mesh,
-    shardings: tuple[Sharding | None, ...],
-    shapes: tuple[Shape, ...],
-    sizes: tuple[tuple[str, Any], ...],
-    op: str,
-) -> Recipe:
-    """The recipe for tensors of these shapes, found from the start; an error is about these."""
-    check_axes(reading, home)
-    return _Result(Operands(reading, home, shardings, shapes, sizes), op).recipe()
+def _counted(found: Recipe, reading: Reading, assumed: Collection[str]) -> tuple[Layout, ...]:
+    """The layouts along which ranks count together what they reduce: plain shards don't show the whole size of it.
+
+    They can't count what stays pending, nor where a split falls in a group of names: that depends on how much they
+    have, which each knows of itself alone.
+    """
+    (operand,), (term,), kept = found.inputs, reading.operands, {*found.result.atoms}
+    open_ = [atom for atom in reading.atoms if atom in assumed and atom not in kept]
+    counted = [layout for atom, state in operand.splits if open_ and atom not in kept for layout in state.layouts]
+    stays = [layout for op, layout in found.result.elementary.pending if op != "same"]
+    groups = [group for dim, group in zip(term.dims, term.groups, strict=True) if dim.place is not None]
+    is_apart = any(len(group) > 1 and not kept.issuperset(group) for group in groups)
+    if found.op == "mean" and open_ and (is_apart or any(a.overlaps(b) for a in stays for b in counted)):
+        names = [name for atom in open_ for name in reading.wholes.get(atom, (atom,)) if is_name(name)]
+        raise SizeError(
+            f"a mean that stays pending, or is over names of a split group, needs the whole size of "
+            f"{' and '.join(map(repr, open_))}, and a shard shows this rank's part alone\nin  {reading.text}\n"
+            f"give it as a keyword: {', '.join(f'{name}=...' for name in names)}"
+        )
+    return tuple(dict.fromkeys(counted))
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(_: int, *args: Any) -> Recipe:
-    """The same, kept for a rank."""
-    return recipe_at(*args)
+def _kept(
+    _: int,
+    reading: Reading,
+    home: Mesh,
+    shardings: tuple[Sharding | None, ...],
+    sizes: tuple[tuple[str, int], ...],
+    op: str,
+) -> Recipe:
+    """The recipe for tensors whose atoms have these sizes, kept for a rank."""
+    _check_axes(reading, home)
+    return _Result(Operands(reading, home, shardings, dict(sizes)), op).recipe()
 
 
-def units_of(kind: str, text: str, shapes: Sequence[Shape]) -> frozenset[tuple[int, int]]:
-    """The dims of size one, which `...` in an einsum broadcasts."""
-    if kind != "einsum" or "..." not in text:
-        return frozenset()
-    return frozenset((i, d) for i, shape in enumerate(shapes) for d, extent in enumerate(shape) if extent == 1)
+# --- the mesh that the result lies on, and what the axes of the text mean there
+
+
+def _mesh_of_result(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None]) -> Mesh:
+    """The mesh that the result lies on, knowing the names of the expression."""
+    meshes = list(dict.fromkeys(s.mesh for s in shardings if s is not None))
+    for name in reading.axes:
+        if name not in mesh.namespace and not any(name in m.namespace for m in meshes):
+            places = [place for term in reading.terms for _, place in places_of(term.spec) if name in place.names]
+            raise MeshError(f"{unknown_axis(name, mesh.namespace)}\n{pointed(reading.text, *places[0].span)}")
+    if not meshes:
+        return mesh
+    home = meshes[0]
+    other = next((m for m in meshes[1:] if m.universe != home.universe or m.layouts != home.layouts), None)
+    if other is not None:
+        raise MeshError(
+            f"the tensors are on two meshes, {home!r} and {other!r}; bring both onto one that has the axes of both: "
+            "axes.reshard(x, spec, mesh=...) moves a tensor to other ranks, and "
+            f"axes.from_local(axes.to_local(x), spec, mesh=...) takes it to more axes of the same\nin  {reading.text}"
+        )
+    if mesh.universe != home.universe:
+        raise MeshError(f"the tensor is on {home!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
+    return _knowing(reading, home, mesh)
+
+
+def _knowing(reading: Reading, home: Mesh, other: Mesh) -> Mesh:
+    """`home` with the names that the expression takes from another mesh."""
+    if other is home or (all(name in home.namespace for name in reading.axes) and other == home):
+        return home
+    namespace = dict(home.namespace)
+    for name in reading.axes:
+        layout = other.namespace.get(name)
+        if layout is not None and namespace.setdefault(name, layout) != layout:
+            raise MeshError(
+                f"'{name}' is {home.described(name)} of {home!r}, on which the tensor is, and other ranks on "
+                f"{other!r}; two meshes that meet give a name one meaning, so rename one\nin  {reading.text}"
+            )
+    return home if len(namespace) == len(home.namespace) else home._with(namespace=namespace)
+
+
+def _check_axes(reading: Reading, mesh: Mesh) -> None:
+    """Every axis is made of the mesh's axes, and none is used twice, whatever its size."""
+    for name in reading.axes:
+        layout = mesh.namespace[name]
+        if name not in mesh.axis_names and not mesh.layout_of_all.contains(layout):
+            raise MeshError(
+                f"axis '{name}' ({layout}) isn't made of the axes of {mesh!r}, on which the tensor is; "
+                f"axes.from_local or axes.reshard with mesh= brings it onto one that has it\nin  {reading.text}"
+            )
+    for term in reading.terms:
+        check_once(mesh, reading.text, term.spec)
+
+
+# --- what the four rules make of it
 
 
 class _Result:
     """What the expression makes of its operands: what is left pending, what the right side wants, and the recipe.
 
-    gone: the atoms that the result lacks. split: these with the axes that split them. unknown: those of which a plain
-    shard doesn't show the whole size. resolved: the digits over which the right side decides what stays pending: those
-    that the text mentions, and those of `f@*` on the left where f is summed away.
+    listed: what the right side names as pending. gone: the atoms that the result lacks. split: these with the axes that
+    split them. resolved: the digits over which the right side decides what stays pending: those that the text mentions,
+    and those of `f@*` on the left where f is summed away.
     """
 
     def __init__(self, has: Operands, op: str):
         self.has, self.op = has, op
         self.reading, self.mesh, self.digits = has.reading, has.mesh, has.digits
+        self.listed = has.declared_pending(self.reading.result)
         self.gone = [atom for atom in has.splits if atom not in self.reading.result.atoms]
         self.split = [(atom, layout) for atom in self.gone for layout in has.splits[atom].layouts]
-        self.unknown = list(dict.fromkeys(atom for atom, _ in self.split if atom in has.assumed))
-        # Ranks count what they reduce together, all of it, where one size of it is unknown.
-        self.counted = tuple(dict.fromkeys(layout for _, layout in self.split)) if self.unknown else ()
-        stars = [layout for atom in self.gone for layout in has.stars.get(atom, ())]
+        stars = [layout for atom in self.gone if atom in has.stars for layout in has.stars[atom][1]]
         self.resolved = has.mentioned | frozenset(self.digits.of(stars))
 
     # rule 4: what is pending
 
-    def _kept(self, operand: Operand) -> list[tuple[str, Layout]]:
+    def _kept(self, operand: Shardings) -> list[tuple[str, Layout]]:
         """What is pending in an operand as it is computed on. What is the same becomes an ordinary replica there, but
         for a rearrangement: it commutes with communication, so that all of it happens at once, later."""
-        return [entry for entry in operand.pending if entry[0] != "same" or self.reading.kind == "rearrange"]
+        return [entry for entry in operand.tensor.pending if entry[0] != "same" or self.reading.kind == "rearrange"]
 
     def _check_passes(self, inherited: Sequence[tuple[str, Layout]]) -> None:
         """Pending values pass only reductions that commute with theirs."""
@@ -167,27 +234,20 @@ class _Result:
                 f"{self.has.lines()}\n"
                 f"in  {self.reading.text}\ngather it first: '{atom}@{place}' on the left of a rearrange"
             )
-        if self.op == "mean":
-            self._check_counted()
-        return [(self._mean_as(layout) if self.op == "mean" else self.op, layout) for _, layout in self.split]
-
-    def _mean_as(self, layout: Layout) -> str:
-        """A mean pends as a mean where the shards are even and nobody asked for a sum."""
-        if self.counted:
-            return "sum"
-        places = [(p.op, p.place.names) for p in self.reading.result.pending or () if p.place is not None]
-        wanted = {digit: op for op, names in places for digit in self.digits.of(self.mesh.splits(names))}
-        asked = {wanted.get(digit) for digit in self.digits.of((layout,))}
+        if self.op != "mean":
+            return [(self.op, layout) for _, layout in self.split]
+        # Ranks have shares, which add up; a mean is pending as a mean where the text says so, and shards are even.
+        means = {*self.digits.of([layout for op, layout in self.listed if op == "mean"])}
+        found = [("sum" if means.isdisjoint(self.digits.of((each,))) else "mean", each) for _, each in self.split]
         states = [(self.has.splits[atom], self.has.sizes[atom]) for atom in self.gone]
-        if all(len(state) > 1 or size % state.pieces == 0 for state, size in states):
-            return "sum" if "sum" in asked else "mean"
-        if "mean" in asked:
+        uneven = any(len(state) == 1 and size % state.pieces for state, size in states)
+        for _, layout in [entry for entry in found if entry[0] == "mean" and uneven]:
             raise ShardingError(
                 f"a mean over uneven shards isn't the mean of their means\n{self.has.lines()}\n"
                 f"in  {self.reading.text}\n"
                 f"write '| sum@{self.mesh.called(layout)}' on the right; it pends as local sums over the whole size"
             )
-        return "sum"
+        return found
 
     def _target_pending(
         self, derived: list[tuple[str, Layout]], arising: list[tuple[str, Layout]]
@@ -196,12 +256,11 @@ class _Result:
         term = self.reading.result
         if term.keeps_any:
             return derived
-        listed = self.has.declared_pending(term)
-        if term.pending == ():
+        if term.spec.pending == ():
             return []
         self._check_arising(arising)
         digits = {(op, digit) for op, axis in derived for digit in self.digits.of((axis,))}
-        for op, axis in listed:
+        for op, axis in self.listed:
             if op != "same" and not digits.issuperset((op, digit) for digit in self.digits.of((axis,))):
                 keeps, has = pending_text(self.mesh, [(op, axis)]), pending_text(self.mesh, derived) or "nothing"
                 raise ShardingError(
@@ -209,31 +268,7 @@ class _Result:
                     f"in  {self.reading.text}\nwrite '| *' to keep what arises"
                 )
         rest = [(op, axis, frozenset(self.digits.of((axis,))) - self.resolved) for op, axis in derived]
-        return [*((op, name) for op, axis, free in rest if free for name in self.digits.pick(axis, free)), *listed]
-
-    def _check_counted(self) -> None:
-        """Ranks can't count together what stays pending, nor where a split falls in a group of names.
-
-        That depends on how much they have, which each knows of itself alone.
-        """
-        result, assumed = self.reading.result, self.has.assumed
-        entries = [(op, axis) for op, axis in self.has.declared_pending(result) if op != "same"]
-        kept = self.counted if result.keeps_any else [axis for _, axis in entries]
-        if not {*self.digits.of(kept)}.isdisjoint(self.digits.of(self.counted)):
-            self._ask_size("stays pending", self.unknown)
-        for slot in self.has.operands[0].term.slots:
-            atoms = [atom for atom in slot.atoms if atom in assumed]
-            if slot.axes and len(slot.atoms) > 1 and atoms and not {*slot.atoms} <= {*result.atoms}:
-                self._ask_size(f"is over names of {slot}@{place_text(slot.axes)}", atoms)
-
-    def _ask_size(self, what: str, atoms: Sequence[str]) -> NoReturn:
-        whole = dict(self.reading.wholes)
-        names = [name for atom in atoms for name in whole.get(atom, (atom,)) if is_name(name)]
-        raise SizeError(
-            f"a mean that {what} needs the whole size of {' and '.join(map(repr, atoms))}, and a shard shows this "
-            f"rank's part alone\n{self.has.lines()}\nin  {self.reading.text}\n"
-            f"give it as a keyword: {', '.join(f'{name}=...' for name in names)}"
-        )
+        return [*((op, name) for op, axis, free in rest if free for name in self.digits.pick(axis, free)), *self.listed]
 
     def _check_arising(self, arising: list[tuple[str, Layout]]) -> None:
         """Rule 4: a result that would be left pending without a word."""
@@ -252,51 +287,49 @@ class _Result:
     def _target(self) -> dict[str, Slots]:
         """How each atom of the result is split."""
         found: dict[str, Slots] = {}
-        for slot in self.reading.result.slots:
-            splits = [self._wanted(mark.atom, mark.axes) for mark in slot.marks]
-            if slot.axes is not None:
-                advice = f"write '{slot}' on the right, and split the result in a second call"
-                splits = self.has.handed_down(split(*self.mesh.splits(slot.axes)), slot, advice)
-            found.update(zip(slot.atoms, splits, strict=True))
+        for dim, group in zip(self.reading.result.dims, self.reading.result.groups, strict=True):
+            splits = [self._wanted(atom, factor.place) for atom, factor in zip(group, dim.factors, strict=True)]
+            if dim.place is not None:
+                advice = f"write '{group_text(group)}' on the right, and split the result in a second call"
+                splits = self.has.handed_down(self.has.named(dim.place), group, advice)
+            found.update(zip(group, splits, strict=True))
         return found
 
-    def _wanted(self, atom: str, axes: Axes | None) -> Slots:
+    def _wanted(self, atom: str, place: Place | None) -> Slots:
         has = self.has.splits.get(atom, split())
-        if axes is None:
+        if place is None:
             return split() if atom in self.reading.explicit and atom not in self.reading.starred else has
-        star = self.has.stars.get(atom, has.layouts)
-        if axes == ("*",) and star == has.layouts:
+        star = self.has.stars[atom][1] if atom in self.has.stars else has.layouts
+        if place.names == ("*",) and star == has.layouts:
             return has
-        if "*" in axes and len(has) > 1:
+        if "*" in place.names and len(has) > 1:
             self.reading.fail(
                 f"'{atom}' is split by one of its factors; '*' has no place to add to", self.reading.span_of(atom)
             )
-        return split(*(each for axis in axes for each in (star if axis == "*" else self.mesh.splits((axis,)))))
+        every = [star if axis == "*" else self.mesh.splits((axis,)) for axis in place.names]
+        return split(*itertools.chain(*every))
 
     def _check_target(self, atoms: dict[str, Slots], pending: Sequence[tuple[str, Layout]]) -> None:
         """No digit twice in the result; where one flows into a place that the text gave away, say so."""
         uses = [(atom, axis) for atom, state in atoms.items() for axis in state.layouts]
-        owner: dict[Any, str] = {}
-        for what, axis in [*uses, *((f"| {op}", axis) for op, axis in pending)]:
-            for key in self.digits.of((axis,)):
-                other = owner.setdefault(key, what)
-                if other == what:
-                    continue
-                flowing = [w for w in (what, other) if w in self.has.splits and w not in self.reading.explicit]
-                advice = "write the split of both"
-                if flowing:
-                    written = self.has.place_of(flowing[0], self.has.splits[flowing[0]])
-                    advice = f"'{flowing[0]}' came split over it: write {written} on the left to have it moved"
-                raise ShardingError(
-                    f"'{self.mesh.called(axis)}' would split '{other}' and '{what}'\n{self.has.lines()}\n"
-                    f"in  {self.reading.text}\n{advice}"
-                )
+        shared = self.digits.shared([*uses, *((f"| {op}", axis) for op, axis in pending)])
+        if shared:
+            axis, *both = shared
+            flowing = [each for each in reversed(both) if each in self.has.splits and each not in self.reading.explicit]
+            advice = "write the split of both"
+            if flowing:
+                written = self.has.place_of(flowing[0], self.has.splits[flowing[0]])
+                advice = f"'{flowing[0]}' came split over it: write {written} on the left to have it moved"
+            raise ShardingError(
+                f"'{self.mesh.called(axis)}' would split '{both[0]}' and '{both[1]}'\n{self.has.lines()}\n"
+                f"in  {self.reading.text}\n{advice}"
+            )
 
     # the recipe
 
     def recipe(self) -> Recipe:
         """The steps, once everything that the four rules forbid has been refused."""
-        reading, has, atoms = self.reading, self.has, self.reading.result.atoms
+        reading, has, result = self.reading, self.has, self.reading.result
         every = [entry for operand in has.operands for entry in self._kept(operand)]
         inherited = [entry for entry in every if entry[0] != "same"]
         self._check_passes(inherited)
@@ -304,41 +337,38 @@ class _Result:
         pending = self._target_pending([*inherited, *arising], arising)
         target = self._target()
         self._check_target(target, pending)
-        wanted = sharding_by_atoms(self.mesh, singles(atoms), [target[a] for a in atoms], pending)
-        derived = wanted
-        if reading.kind != "repeat":
-            derived = sharding_by_atoms(self.mesh, singles(atoms), [has.splits[a] for a in atoms], [*every, *arising])
-        result = self._output(derived, wanted)
-        averages = reading.kind == "reduce" and self.op == "mean" and not self.counted
-        multiplier = math.prod(layout.size for op, layout in arising if op == "mean")
-        sizes, inputs = tuple(has.sizes.items()), tuple([self._input(operand, wanted) for operand in has.operands])
-        found = Recipe(
-            reading.kind, reading.text, self.mesh, self.op, sizes, inputs, result, averages, multiplier, self.counted
-        )
-        if has.is_global:
-            self._check_torch(found)
-        return found
-
-    def _input(self, operand: Operand, wanted: Sharding) -> Input:
-        groups, atoms = tuple([slot.atoms for slot in operand.term.slots]), operand.term.atoms
-        source = sharding_by_atoms(self.mesh, groups, operand.dims, operand.pending)
-        elementary = sharding_by_atoms(self.mesh, singles(atoms), operand.atoms, operand.pending)
-        if self.reading.kind == "repeat":
+        wanted = self._by_atoms(result.atoms, target, pending)
+        if reading.kind == "repeat":
             # What repeat adds is made where it belongs: communicate before there is more of it.
-            splits, pending = dict(zip(self.reading.result.atoms, wanted.dims, strict=True)), wanted.pending
+            inputs = [replace(i, computed=self._by_atoms(i.atoms, target, pending)) for i in has.operands]
+            computed = wanted
         else:
-            splits, pending = self.has.splits, tuple(self._kept(operand))
-        prepared = sharding_by_atoms(self.mesh, singles(atoms), [splits[atom] for atom in atoms], pending)
-        return Input(groups, source, elementary, prepared)
+            inputs = [replace(i, computed=self._by_atoms(i.atoms, has.splits, self._kept(i))) for i in has.operands]
+            computed = self._by_atoms(result.atoms, has.splits, [*every, *arising])
+        dims = [has.joined(group, [target[atom] for atom in group]) for group in result.groups]
+        tensor = sharding_by_atoms(self.mesh, result.groups, dims, pending)
+        if has.is_global:
+            self._check_torch(tensor)
+        multiplier = math.prod(layout.size for op, layout in arising if op == "mean")
+        return Recipe(
+            reading.kind,
+            reading.text,
+            self.mesh,
+            self.op,
+            tuple(has.sizes.items()),
+            tuple(inputs),
+            Shardings(result.groups, tensor, wanted, computed),
+            reading.kind == "reduce" and self.op == "mean",
+            multiplier,
+        )
 
-    def _output(self, derived: Sharding, target: Sharding) -> Output:
-        slots, splits = self.reading.result.slots, iter(target.dims)
-        groups = tuple([slot.atoms for slot in slots])
-        dims = [self.has.joined(slot, [next(splits) for _ in slot.marks]) for slot in slots]
-        return Output(groups, derived, target, sharding_by_atoms(self.mesh, groups, dims, target.pending))
+    def _by_atoms(
+        self, atoms: Sequence[str], splits: Mapping[str, Slots], pending: Iterable[tuple[str, Layout]]
+    ) -> Sharding:
+        return sharding_by_atoms(self.mesh, singles(atoms), [splits[atom] for atom in atoms], pending)
 
-    def _check_torch(self, found: Recipe) -> None:
+    def _check_torch(self, result: Sharding) -> None:
         try:
-            check_torch_can(found.result.output, found.whole(found.result.groups))
+            check_torch_can(result, self.has.whole(self.reading.result.groups))
         except ShardingError as error:
             raise ShardingError(f"{error}\nin  {self.reading.text}") from None

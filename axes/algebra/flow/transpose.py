@@ -13,7 +13,7 @@ every other axis the gradient stays as it arrived, split or pending, until somet
 >>> mesh = Mesh("dp=2 tp=2")
 >>> x, w = mesh.sharding("b@dp d"), mesh.sharding("d f@tp")
 >>> forward = recipe("einsum", "b d, d f@tp -> b f@tp", "sum", (x, w), ((8, 4), (4, 6)), mesh)
->>> gradient(forward, 1, forward.result.output).result.output.spec
+>>> gradient(forward, 1, forward.result.tensor).result.tensor.spec
 'd f@tp | sum@dp'
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow.recipe import Input, Output, Recipe, sharding_by_atoms, singles
+from axes.algebra.flow.recipe import Recipe, Shardings, sharding_by_atoms, singles
 from axes.algebra.layout import Layout
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import LINEAR, Sharding, Slots
@@ -98,8 +98,8 @@ class _Free:
 def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> Recipe:
     """The gradient, step by step: the cotangent, the other operands, the result."""
     mesh, operand, result = forward.mesh, forward.inputs[index], forward.result
-    computed = [*(i.prepared for i in forward.inputs), result.derived]
-    mine = [operand.elementary, operand.source]
+    computed = [*(i.computed for i in forward.inputs), result.computed]
+    mine = [operand.elementary, operand.tensor]
     every = [*mine, *(i.elementary for i in forward.inputs), *computed, arrived]
     atoms = singles(result.atoms)
     free, final = _Free(computed, every, lazy), _Free(mine, every, lazy)
@@ -111,23 +111,23 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
         found = handed_down(dim, [forward.size[atom] for atom in group])
         dims.append(split() if found is None else dim)
         landed += (found or [split() for _ in group])[: len(group)]
-    source = sharding_by_atoms(mesh, result.groups, dims, arrived.pending)
+    tensor = sharding_by_atoms(mesh, result.groups, dims, arrived.pending)
     elementary = sharding_by_atoms(mesh, atoms, landed, arrived.pending)
-    prepared = sharding_by_atoms(mesh, atoms, *free.kept(result.derived.dims, landed, arrived.pending))
+    taken = sharding_by_atoms(mesh, atoms, *free.kept(result.computed.dims, landed, arrived.pending))
     # Of a product with conj(x) the gradient is the conjugate of that of x.
     conjugate = operand.conjugate
-    inputs = [Input(result.groups, source, elementary, prepared, conjugate=conjugate)]
-    states = dict(zip(result.atoms, prepared.dims, strict=True))
+    inputs = [Shardings(result.groups, tensor, elementary, taken, conjugate)]
+    states = dict(zip(result.atoms, taken.dims, strict=True))
 
     # The others as the forward took them, sliced where the cotangent stays split.
     for other in (i for at, i in enumerate(forward.inputs) if at != index):
-        splits = [states.get(atom, had) for atom, had in zip(other.atoms, other.prepared.dims, strict=True)]
-        sliced = sharding_by_atoms(mesh, singles(other.atoms), splits, other.prepared.pending)
-        inputs.append(replace(other, prepared=sliced, conjugate=other.conjugate == conjugate))
+        splits = [states.get(atom, had) for atom, had in zip(other.atoms, other.computed.dims, strict=True)]
+        sliced = sharding_by_atoms(mesh, singles(other.atoms), splits, other.computed.pending)
+        inputs.append(replace(other, computed=sliced, conjugate=other.conjugate == conjugate))
 
-    born = dict(zip(operand.atoms, operand.prepared.dims, strict=True))
-    states = born | {atom: dim for i in inputs for atom, dim in zip(i.atoms, i.prepared.dims, strict=True)}
-    entries = [entry for i in inputs for entry in i.prepared.pending]
+    born = dict(zip(operand.atoms, operand.computed.dims, strict=True))
+    states = born | {atom: dim for i in inputs for atom, dim in zip(i.atoms, i.computed.dims, strict=True)}
+    entries = [entry for i in inputs for entry in i.computed.pending]
     entries += [("sum", layout) for atom, dim in states.items() if atom not in born for layout in dim.layouts]
     entries = list(dict.fromkeys(entries))
     own = singles(operand.atoms)
@@ -135,7 +135,8 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     target = sharding_by_atoms(mesh, own, *final.kept(operand.elementary.dims, derived.dims, entries))
     rest = iter(target.dims)
     closed = [of_names([(next(rest), forward.size[atom]) for atom in group]) for group in operand.groups]
-    output = Output(operand.groups, derived, target, sharding_by_atoms(mesh, operand.groups, closed, target.pending))
-    check_torch_can(output.output, forward.whole(output.groups))
+    lies = sharding_by_atoms(mesh, operand.groups, closed, target.pending)
+    check_torch_can(lies, forward.whole(operand.groups))
+    result = Shardings(operand.groups, lies, target, derived)
     text = f"gradient of  {forward.text}"
-    return Recipe("gradient", text, mesh, "sum", forward.sizes, tuple(inputs), output, forward.averages)
+    return Recipe("gradient", text, mesh, "sum", forward.sizes, tuple(inputs), result, forward.averages)
