@@ -126,6 +126,7 @@ def test_what_einops_takes_beside_tensors_and_what_it_has_not():
     assert torch.equal(repeat(IMAGES, "b h w c -> b (h n=2) w c |"), IMAGES.repeat_interleave(2, 1))
     y, w = torch.randn(4, 6), torch.randn(6, 10)
     assert torch.allclose(einsum(y, w, "b k, k (h d) -> b h d", h=5), (y @ w).reshape(4, 5, 2))
+    assert einsum(torch.arange(4.0), "(i i) ->", i=2) == 0 + 3  # a trace, not the sum of a group
 
 
 # --- one language: a model runs with the same text on one device and sharded
