@@ -130,6 +130,8 @@ class StepRecorder(torch_private.DispatchMode):
         found = _read(func, args, kwargs or {}) if getattr(func, "namespace", "") in _NAMESPACES else None
         out = func(*args, **(kwargs or {}))
         if found is not None:
+            if found.kind == "all_to_all" and current_world().fake:
+                _send_to_itself(found, out)
             self._record(found, out)
         return out
 
@@ -479,6 +481,13 @@ def _tensors(found: Any) -> list[torch.Tensor]:
     if isinstance(found, torch.Tensor):
         return [found]
     return [x for each in found or () for x in _tensors(each)]
+
+
+def _send_to_itself(sent: _Sent, out: Any) -> None:
+    """Fills a simulated exchange as if each rank sent what this one does. torch 2.11 leaves its memory as it was."""
+    for made, taken in zip(_tensors(out) if sent.outputs is None else sent.outputs, sent.inputs, strict=False):
+        if made.shape == taken.shape:
+            made.copy_(taken)
 
 
 class _Amount(NamedTuple):
