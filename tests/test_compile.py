@@ -66,7 +66,7 @@ def ran(program: Program, call: Callable[..., Any], size: Any) -> list[tuple[str
     return [(name, *((axes.unshard(x), axes.spec_of(x)) if isinstance(x, DTensor) else (x, ""))) for name, x in named]
 
 
-def compiled(names: Sequence[str], backend: str = "aot_eager") -> list[list[int]]:
+def compiled(names: Sequence[str], backend: str = "aot_eager_decomp_partition") -> list[list[int]]:
     """Compares programs with eager mode; how many graphs there are after each size."""
     graphs = []
     for name in names:

@@ -234,6 +234,9 @@ def packer(side: Side, multiples: Shape, fresh: bool = False) -> Pack:
             buffer = tile.new_empty(size)
             for start, grid in places:
                 buffer[start : start + grid.numel].view(grid.sizes).copy_(grid.of(tile))
+            if not places:
+                # In a graph a buffer that depends on no tensor would be made, and sent, in the other pass, too.
+                buffer[:0].copy_(tile.view(-1)[:0])
             return buffer
 
         return pack

@@ -161,7 +161,7 @@ class BoundProgram:
             return lambda x: x
         if plan.source.universe.position(plan.rank) is None:
             # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
-            stages.append(lambda x: x.new_empty(0))
+            stages.append(lambda x: x.reshape(-1)[:0])
         elif tile is not None:
             sizes, least = tile, held_shape(plan.source, plan.shape, plan.rank)
         multiples = tuple([size // (one or 1) or 1 for size, one in zip(sizes, least, strict=True)])
