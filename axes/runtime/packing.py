@@ -235,7 +235,7 @@ def packer(side: Side, multiples: Shape, fresh: bool = False) -> Pack:
             for start, grid in places:
                 buffer[start : start + grid.numel].view(grid.sizes).copy_(grid.of(tile))
             if not places:
-                # In a graph a buffer that depends on no tensor would be made, and sent, in the other pass, too.
+                # In a graph, torch puts what depends on no tensor into both passes: a buffer would be sent twice.
                 buffer[:0].copy_(tile.view(-1)[:0])
             return buffer
 
@@ -269,6 +269,8 @@ def unpacker(side: Side, multiples: Shape, shape: Shape) -> Pack | None:
         return lambda buffer: torch.reshape(torch.as_strided_copy(buffer, sizes, strides), shape)
 
     def unpack(buffer: torch.Tensor) -> torch.Tensor:
+        if not places:
+            return buffer[:0].view(shape)  # in a graph it depends on the buffer, see `packer`
         tile = buffer.new_empty(shape)
         for start, grid in places:
             grid.of(tile).copy_(buffer[start : start + grid.numel].view(grid.sizes))
