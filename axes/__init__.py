@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from axes.algebra.logical import use_rules as use_rules
     from axes.algebra.mesh import Axis as Axis
     from axes.algebra.mesh import Mesh as Mesh
+    from axes.algebra.mesh import use_mesh as use_mesh
     from axes.algebra.plan import Plan as Plan
-    from axes.algebra.redistribution import plan as plan
-    from axes.algebra.scopes import use_mesh as use_mesh
+    from axes.algebra.plan import plan as plan
     from axes.algebra.sharding import Sharding as Sharding
     from axes.algebra.transfers import transfer as transfer
     from axes.nn.annotations import annotate as annotate
@@ -97,10 +97,8 @@ _HOME = {
     "axes.algebra.layout": ("Layout",),
     "axes.algebra.layout_rules": ("LayoutRules",),
     "axes.algebra.logical": ("Rules", "use_rules"),
-    "axes.algebra.mesh": ("Axis", "Mesh"),
-    "axes.algebra.plan": ("Plan",),
-    "axes.algebra.redistribution": ("plan",),
-    "axes.algebra.scopes": ("use_mesh",),
+    "axes.algebra.mesh": ("Axis", "Mesh", "use_mesh"),
+    "axes.algebra.plan": ("Plan", "plan"),
     "axes.algebra.sharding": ("Sharding",),
     "axes.algebra.transfers": ("transfer",),
     "axes.nn.annotations": ("annotate",),

@@ -167,7 +167,7 @@ def compare(chosen_pairs: list[Pair], progress: Callable[[str], None]) -> bool:
     for name, (model, size) in MODELS.items():
         progress(f"axes, {name}")
         shape = shape_of(size)
-        ours[name] = [counts(plan(a.sharding(), b.sharding(), shape, "float32", model)) for a, b in chosen_pairs]
+        ours[name] = [counts(plan(a.sharding(), b.sharding(), shape, cost_model=model)) for a, b in chosen_pairs]
     progress("axes, all candidates")
     weighed = [
         [

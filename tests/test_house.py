@@ -136,7 +136,6 @@ def test_no_import_is_part_of_a_circle():
 
 # A sharding has a mesh, and a mesh makes shardings. Below the mesh only type checkers are told of it.
 NAMED_BELOW = {
-    "axes.algebra.ambient": {"axes.algebra.mesh"},
     "axes.algebra.sharding": {"axes.algebra.mesh"},
     "axes.algebra.specs": {"axes.algebra.mesh"},
 }
@@ -171,7 +170,6 @@ def test_a_class_has_one_name_in_the_whole_library():
 SAID_TWICE = {
     "all_gather": ["axes/ops/collectives.py", "axes/runtime/axis_groups.py"],
     "all_to_all": ["axes/ops/collectives.py", "axes/runtime/axis_groups.py"],
-    "plan": ["axes/algebra/plan.py", "axes/algebra/redistribution.py"],
     "spec_of": ["axes/runtime/sharded.py", "axes/runtime/torch_private.py"],
 }
 

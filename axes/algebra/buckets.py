@@ -24,12 +24,12 @@ from functools import cached_property
 from typing import Any
 
 from axes.algebra.chunks import Tile
+from axes.algebra.layout import Universe
 from axes.algebra.page_links import PageLink
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import itemsize_of
 from axes.algebra.sharding import Sharding
 from axes.algebra.transfer_ends import Codec
-from axes.algebra.universe import Universe
 
 Link = PieceLink | PageLink
 """What says which elements of both tensors are the same, where these aren't both of them as they are."""

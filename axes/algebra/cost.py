@@ -21,9 +21,9 @@ import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from axes.algebra.errors import ShardingError, shown
+from axes.algebra.errors import MeshError, ShardingError, shown
+from axes.algebra.layout import Universe
 from axes.algebra.sizes import whole_number
-from axes.algebra.universe import Universe
 
 _NODE_AWARE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
@@ -50,11 +50,7 @@ class CostModel:
                 found == 0 and name != "latency_us"
             ):
                 raise ShardingError(f"CostModel.{name} is a positive number; found {shown(found)}")
-        ranks = whole_number(self.ranks_per_node)
-        if ranks is None or ranks < 1:
-            raise ShardingError(
-                f"CostModel.ranks_per_node is a whole number from 1; found {shown(self.ranks_per_node)}"
-            )
+        checked_node("CostModel.ranks_per_node", self.ranks_per_node)
 
     def time_us(self, kind: str, group_size: int, ranks_of_a_node: int, bytes_in: int, bytes_copied: int = 0) -> float:
         """Microseconds for one step; nothing for a step that only takes a view.
@@ -71,12 +67,20 @@ class CostModel:
         return self.latency_us + (seconds + bytes_copied / self.memory_gbps) / 1e3
 
 
+def checked_node(what: str, ranks_per_node: object) -> int:
+    """A number of ranks per node as a plain `int`; `MeshError`, which says what was given, for anything else."""
+    found = whole_number(ranks_per_node)
+    if found is None or found < 1:
+        raise MeshError(f"{what} is a whole number from 1; found {shown(ranks_per_node)}")
+    return found
+
+
 def node_size(universe: Universe, digits: Iterable[tuple[int, int]], ranks_per_node: int) -> int:
     """How many ranks of a group with these digits share the node of the first one, digit by digit.
 
     In closed form where the universe is evenly spaced; else it looks at the ranks along each digit.
 
-    >>> from axes.algebra.universe import Universe
+    >>> from axes.algebra.layout import Universe
     >>> node_size(Universe.of(range(64)), [(4, 8), (8, 1)], 8), node_size(Universe.of(range(64)), [(8, 4)], 8)
     (8, 2)
     """

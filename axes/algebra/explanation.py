@@ -90,16 +90,11 @@ def _lines(found: Explanation) -> Iterator[str]:
             yield from _wrapped("  " + before, row[-1])
 
 
-def _wrapped(before: str, text: str) -> Iterator[str]:
+def _wrapped(before: str, text: str) -> list[str]:
     """`text` behind `before`, broken between words; what follows stands under its beginning."""
-    room = WIDTH - len(before)
-    indent = len(before) if room >= _NARROWEST else 6
-    if len(text) <= room:
-        yield (before + text).rstrip()
-        return
-    first = textwrap.wrap(text, max(1, room), **_WORDS)[0]
-    if len(first) > room:  # not even a word
-        first = ""
-    yield (before + first).rstrip()
-    for line in textwrap.wrap(text[len(first) :].strip(), WIDTH - indent, **_WORDS):
-        yield " " * indent + line
+    if len(before + text) <= WIDTH:
+        return [(before + text).rstrip()]
+    indent = " " * (len(before) if WIDTH - len(before) >= _NARROWEST else 6)
+    if before.strip() and len(before + text.split()[0]) > WIDTH:  # not even a word fits behind it
+        return [before.rstrip(), *_wrapped(indent, text)]
+    return textwrap.wrap(text, WIDTH, initial_indent=before, subsequent_indent=indent, **_WORDS)

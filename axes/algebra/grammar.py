@@ -265,6 +265,7 @@ class _Parser:
 
     def __init__(self, text: str, tensors: bool = False, blocks: bool = False):
         self.text, self.tokens, self.at = text, _tokens(text), 0
+        self.token = self.tokens[0]
         self.tensors, self.blocks = tensors, blocks
         self.outside = "a dim name, a number, '_', '...' or '('" if tensors else "an axis name, '(' or '...'"
         self.inside = "a dim name, a number or '...' in the group" if tensors else "an axis name in the group"
@@ -272,21 +273,19 @@ class _Parser:
         if plus is not None and tensors and not blocks:
             self.wrong(_NO_BLOCKS, plus.span)
 
-    @property
-    def token(self) -> _Token:
-        return self.tokens[self.at]
-
     def ahead(self, *kinds: str) -> bool:
         """Whether the next tokens have these kinds."""
-        # "end" is of no kind that is asked for, so this never looks past it.
-        return all(self.tokens[self.at + ahead].kind == kind for ahead, kind in enumerate(kinds))
+        return tuple([token.kind for token in self.tokens[self.at : self.at + len(kinds)]]) == kinds
+
+    def skip(self, count: int = 1) -> _Token:
+        """Go on by so many tokens, and return the last of them; behind the end there is the end."""
+        self.at += count
+        self.token = self.tokens[min(self.at, len(self.tokens) - 1)]
+        return self.tokens[self.at - 1]
 
     def take(self, kind: str) -> _Token | None:
         """The next token if it is of this kind."""
-        if self.token.kind != kind:
-            return None
-        self.at += 1
-        return self.tokens[self.at - 1]
+        return self.skip() if self.token.kind == kind else None
 
     def need(self, kind: str, expected: str) -> _Token:
         return self.take(kind) or self.fail(expected)
@@ -313,8 +312,7 @@ class _Parser:
         """A name with its size, where `= INT` follows; `=-1` says that the size is to be solved."""
         token, size = self.need("name", expected), None
         if self.ahead("=", "int"):
-            self.at += 2
-            number = self.tokens[self.at - 1]
+            number = self.skip(2)
             size = None if number.text == "-1" else self.integer(number)
         return Item(token.text, size, self.span(token.start))
 
@@ -325,7 +323,7 @@ class _Parser:
         grouped = self.take("(")
         while (token := self.token).kind in ("name", "*") and (grouped or not names):
             names.append(token.text)
-            self.at += 1
+            self.skip()
         if grouped:
             self.closing()
         elif not names:
@@ -344,7 +342,7 @@ class _Parser:
         if self.tensors and self.take("int"):
             name, size = None, self.integer(token)
         elif token.kind in bare:
-            self.at += 1
+            self.skip()
         else:
             size = self.item(self.inside if in_group else self.outside).size
         place = self.place()
@@ -354,7 +352,7 @@ class _Parser:
         start, label = self.token.start, None
         if not self.tensors and self.ahead("name", "=", "("):
             label = self.token.text
-            self.at += 2
+            self.skip(2)
         if self.token.kind != "(":
             factor = self.factor(in_group=False)
             return Dim((factor,), span=factor.span)
@@ -368,7 +366,7 @@ class _Parser:
     def group(self, within: bool = False) -> tuple[Factor, ...]:
         """`(dp cp)`, or blocks `(q + k)` as one factor, which may stand `within` another group."""
         start, blocks = self.token.start, list[list[Factor]]([[]])
-        self.at += 1
+        self.skip()
         while self.token.kind not in (")", "end"):
             nested = self.token
             if nested.kind == "(" and (within or not self.blocks):
@@ -416,7 +414,7 @@ class _Parser:
             return Pending("*", None, token.span)
         if token.text not in REDUCTIONS:
             self.fail(f"one of {', '.join(REDUCTIONS)} with '@', or '*', after '|'")
-        self.at += 1
+        self.skip()
         place = self.place() or self.fail(f"'@' and the axes over which '{token.text}' is pending")
         if "*" in place.names:
             self.wrong("write '| *' for whatever is pending", place.span)

@@ -1,4 +1,4 @@
-"""Layouts: which ranks an axis steps through, as digits of the rank.
+"""Layouts: which ranks an axis steps through, as digits of the rank; and universes: the job's ranks in an order.
 
 A rank's position is a number; an axis reads some of its digits. A layout lists those digits as
 modes `(size, stride)`, slowest first: coordinate `i` on the axis is the mixed-radix number whose
@@ -16,6 +16,13 @@ The strides of a layout form a divisibility chain: sorted by stride, each stride
 the span (`size * stride`) of the one before. Digits of a number always do, and with it every
 operation here costs O(number of modes), whatever the number of ranks.
 
+Position `p` in `0..size-1` of a universe is global rank `ranks[p]`. Consecutive ranks are kept as a range, so a
+universe of a million ranks costs nothing:
+
+>>> island = Universe.of(range(2048, 4096))
+>>> island.ranks[5], island.position(2053), island.position(7)
+(2053, 5, None)
+
 The idea is CuTe's layout algebra (NVIDIA CUTLASS; Shen et al.) in row-major order, as in
 `torch.distributed._pycute`.
 """
@@ -23,11 +30,16 @@ The idea is CuTe's layout algebra (NVIDIA CUTLASS; Shen et al.) in row-major ord
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from axes.algebra.errors import MeshError, SizeError, shown
+from axes.algebra.grammar import LARGEST_SIZE
 from axes.algebra.sizes import checked_rank, tuple_of, whole_number, whole_numbers
 
 Mode = tuple[int, int]
@@ -54,22 +66,25 @@ class Layout:
 
     def __init__(self, sizes: Iterable[int] = (), strides: Iterable[int] = ()):
         one, two = whole_numbers(sizes), whole_numbers(strides)
-        numbers = [None] if one is None or two is None or len(one) != len(two) else [*one, *two]
-        if not all(number is not None and 1 <= number < 2**_MOST_BITS for number in numbers):
+        if (
+            one is None
+            or two is None
+            or len(one) != len(two)
+            or not 1 <= min(one + two, default=1) <= max(one + two, default=1) < 2**_MOST_BITS
+        ):
             raise MeshError(
                 f"a layout has as many strides as sizes, whole numbers that are at least 1 and have {_MOST_BITS} bits; "
                 f"found {shown(sizes)} and {shown(strides)}"
             )
-        modes = list(zip(one or (), two or (), strict=True))
-        merged = _merged(modes)
-        for (size, stride), (_, above) in pairwise(sorted(merged, key=_stride)):
+        merged = _merged(zip(one, two, strict=True))
+        for (size, stride), (_, above) in pairwise(sorted(merged, key=itemgetter(1))):
             if above % (size * stride):
                 raise MeshError(
                     f"the digits of {_text(merged)} overlap or don't divide: "
                     f"stride {above} isn't a multiple of {size} * {stride}"
                 )
         object.__setattr__(self, "modes", merged)
-        object.__setattr__(self, "size", math.prod(size for size, _ in merged))
+        object.__setattr__(self, "size", math.prod([size for size, _ in merged]))
         object.__setattr__(self, "_hash", hash(merged))
 
     @classmethod
@@ -80,9 +95,9 @@ class Layout:
         4:2
         """
         pairs = tuple_of(modes)
-        if pairs is None or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        if pairs is None or not {*map(type, pairs)} <= {tuple, list} or not {*map(len, pairs)} <= {2}:
             raise MeshError(f"the modes of a layout are pairs (size, stride); found {shown(modes)}")
-        return cls([size for size, _ in pairs], [stride for _, stride in pairs])
+        return cls(*zip(*pairs, strict=True))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Layout is immutable")
@@ -102,12 +117,12 @@ class Layout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Size of each digit, slowest first."""
-        return tuple(size for size, _ in self.modes)
+        return tuple([size for size, _ in self.modes])
 
     @property
     def strides(self) -> tuple[int, ...]:
         """Stride of each digit in positions, slowest first."""
-        return tuple(stride for _, stride in self.modes)
+        return tuple([stride for _, stride in self.modes])
 
     def offset(self, index: int) -> int:
         """The offset of coordinate `index`, `0 <= index < size`.
@@ -144,7 +159,9 @@ class Layout:
         >>> Layout((2, 4), (1, 2)).coordinate(3)
         5
         """
-        at, index = checked_rank("a position", position), 0
+        # Asked of every rank for every layout: the check would take longer than the answer.
+        at = position if type(position) is int and position >= 0 else checked_rank("a position", position)
+        index = 0
         for size, stride in self.modes:
             index = index * size + at // stride % size
         return index
@@ -231,6 +248,75 @@ class Layout:
         )
 
 
+@dataclass(frozen=True)
+class Universe:
+    """Distinct global ranks by position; a `range` wherever they are evenly spaced and ascending."""
+
+    ranks: range | tuple[int, ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> Universe:
+        """The universe of any sequence of distinct ranks, at least one; `MeshError` otherwise."""
+        listed = ranks if isinstance(ranks, range) else whole_numbers(ranks)
+        if listed is None or isinstance(ranks, Set | Mapping):
+            raise MeshError(f"ranks is a sequence of distinct integers; found {shown(ranks)}")
+        ends = [listed[0], listed[-1]] if isinstance(listed, range) and listed else listed
+        if not listed or min(ends) < 0 or max(ends) >= LARGEST_SIZE:
+            raise MeshError(f"ranks holds at least one rank, all of them from 0 and below 2**48; found {shown(ranks)}")
+        step = listed[1] - listed[0] if len(listed) > 1 else 1
+        if step > 0 and (isinstance(listed, range) or all(b - a == step for a, b in pairwise(listed))):
+            return cls(range(listed[0], listed[-1] + 1, step))
+        if len(set(listed)) != len(listed):
+            twice, _ = Counter(listed).most_common(1)[0]
+            raise MeshError(f"ranks are distinct; found {shown(twice)} more than once")
+        return cls(tuple(listed))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def position(self, rank: int) -> int | None:
+        """Where a global rank lies, or None where it isn't of this universe."""
+        if isinstance(self.ranks, range):
+            return self.ranks.index(rank) if rank in self.ranks else None
+        return self._positions.get(rank)
+
+    def pick(self, positions: Sequence[int]) -> Sequence[int]:
+        """The global ranks at these positions; a range for a range."""
+        if isinstance(self.ranks, range) and isinstance(positions, range) and len(positions):
+            step = self.ranks.step
+            first = self.ranks.start + positions.start * step
+            return range(first, first + len(positions) * positions.step * step, positions.step * step)
+        return [self.ranks[position] for position in positions]
+
+    def line(self, layout: Layout, rank: int) -> Sequence[int]:
+        """The global ranks on the layout's line through `rank`, in the order of the layout.
+
+        >>> Universe.of(range(8)).line(Layout((2,), (4,)), 5)
+        range(1, 9, 4)
+        """
+        position = self.position(rank)
+        if position is None:
+            raise MeshError(f"rank {rank} isn't among the {self.size} ranks of the mesh")
+        base = position - layout.offset(layout.coordinate(position))
+        offsets = layout.offsets()
+        if isinstance(offsets, range):
+            return self.pick(range(base + offsets.start, base + offsets.stop, offsets.step))
+        return self.pick([base + offset for offset in offsets])
+
+    @cached_property
+    def _positions(self) -> Mapping[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
+
 def checked_layout(value: object) -> Layout:
     """`value`; `MeshError` for what is no layout."""
     if not isinstance(value, Layout):
@@ -282,10 +368,6 @@ def _merged(modes: Iterable[Mode]) -> tuple[Mode, ...]:
         else:
             found.append((size, stride))
     return tuple(found)
-
-
-def _stride(mode: Mode) -> int:
-    return mode[1]
 
 
 def _text(modes: Sequence[Mode]) -> str:

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from axes.algebra import ambient
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
 from axes.algebra.grammar import (
     UNSPLIT,
@@ -40,8 +39,7 @@ from axes.algebra.grammar import (
     without_dots,
 )
 from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import required_mesh
+from axes.algebra.mesh import Mesh, ambient_stack, required_mesh
 from axes.algebra.sizes import Product, checked_flag, checked_tensor_shape, given_sizes, solve, tuple_of, written_sizes
 
 Axes: TypeAlias = str | Sequence[str] | None
@@ -64,21 +62,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Choice:
-    """What happens to one logical name: the rule that applies, if one does, and why others don't.
+    """What happens to one logical name: the axes of the rule that applies, None if none does, and why others don't.
 
     error: why there is no answer, for a name that no rule is about.
     """
 
     name: str
     size: int | None
-    rule: Rule | None = None
+    axes: tuple[str, ...] | None = None
     passed: tuple[str, ...] = ()
     error: str = ""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the dim."""
-        return () if self.rule is None else self.rule.axes
 
 
 @dataclass(init=False, repr=False, unsafe_hash=True)
@@ -209,12 +202,12 @@ def _choices(
     for rule in rules.rules:
         _check_axes(rule, mesh)
         choice = found.get(rule.name)
-        if choice is None or choice.rule is not None:
+        if choice is None or choice.axes is not None:
             continue
         why = _passes_over(rule, mesh, used, choice.size)
         if not why:
             used += [(axis, mesh.layout(axis)) for axis in rule.axes]
-            found[rule.name] = replace(choice, rule=rule)
+            found[rule.name] = replace(choice, axes=rule.axes)
             continue
         strict = f"the rule {rule} is strict: {why}" if rules.strict and why.endswith(" parts") else ""
         passed = (*choice.passed, f"{rule}: {why}")
@@ -294,13 +287,13 @@ def use_rules(rules: Rules) -> Iterator[Rules]:
     ...     ambient_rules().names
     ('batch', 'embed')
     """
-    ambient.stack.rules.append(checked_rules(rules, "use_rules"))
+    ambient_stack.rules.append(checked_rules(rules, "use_rules"))
     try:
         yield rules
     finally:
-        ambient.stack.rules.pop()
+        ambient_stack.rules.pop()
 
 
 def ambient_rules() -> Rules | None:
     """The innermost rules of this thread, or None."""
-    return ambient.stack.rules[-1] if ambient.stack.rules else None
+    return ambient_stack.rules[-1] if ambient_stack.rules else None

@@ -23,22 +23,24 @@ algebra.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from axes.algebra import ambient, providers
-from axes.algebra.equations import declared, defined
+from axes.algebra import providers
+from axes.algebra.cost import checked_node
 from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
 from axes.algebra.grammar import checked_text, parse_declaration, parse_equation
-from axes.algebra.layout import Layout, Mode, checked_layout
-from axes.algebra.mesh_expression import Rearrangement, rearranged
+from axes.algebra.layout import Layout, Mode, Universe, checked_layout
+from axes.algebra.mesh_names import declared, defined, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, whole_number, written_sizes
+from axes.algebra.sizes import checked_rank, written_sizes
 from axes.algebra.specs import parsed_sharding
-from axes.algebra.universe import Universe
 
 _DECLARED = ". A mesh is declared by names and sizes, like 'dp=2 tp=4'"
 
@@ -95,7 +97,7 @@ class Mesh:
         names = tuple(item.name for item in items)
         if universe is None:
             universe = Universe(range(math.prod(namespace[name].size for name in names)))
-        node = _checked_node(ranks_per_node)
+        node = None if ranks_per_node is None else checked_node("ranks_per_node", ranks_per_node)
         self.__setstate__(dict(zip(_FIELDS, (universe, names, namespace, node, None, None), strict=True)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -289,10 +291,7 @@ class Mesh:
           split    dp 8:2  ->  a 2:8, b 4:2
           permute  tp a b
         """
-        return self._carried_out(expression, written_sizes(keywords, sizes)).explanation()
-
-    def _carried_out(self, expression: str, sizes: tuple[tuple[str, int], ...]) -> Rearrangement:
-        return rearranged(self.axis_names, self.namespace, expression, dict(sizes))
+        return rearranged(self.axis_names, self.namespace, expression, dict(written_sizes(keywords, sizes)))[2]
 
     def define(self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with more names for the same ranks.
@@ -355,11 +354,11 @@ class Mesh:
         return runtime
 
     def __enter__(self) -> Mesh:
-        ambient.push(self)
+        push_mesh(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        ambient.pop()
+        pop_mesh()
 
     # identity and text
 
@@ -579,10 +578,80 @@ class Axis:
         return f"Axis({self.name!r}, size={self.size}, layout={self.layout})"
 
 
+# --- the ambient mesh: what names mean where no mesh is passed ------------------------------------
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.meshes: list[Mesh] = []
+        self.rules: list[Any] = []
+
+
+ambient_stack = _Stack()
+"""The meshes, and the rules for logical names, that blocks of this thread have entered, the innermost last. Each thread
+has its own, since backward runs in threads of autograd's."""
+
+
+def ambient_mesh() -> Mesh | None:
+    """The innermost mesh of this thread, or None.
+
+    This, `push_mesh` and `pop_mesh` have another body in compiled graphs: see `axes.runtime.graphs`.
+
+    >>> with Mesh("dp=2 tp=4") as mesh:
+    ...     ambient_mesh() is mesh
+    True
+    """
+    return ambient_stack.meshes[-1] if ambient_stack.meshes else None
+
+
+def push_mesh(mesh: Mesh) -> None:
+    """Makes `mesh` the ambient one until `pop_mesh`."""
+    ambient_stack.meshes.append(mesh)
+
+
+def pop_mesh() -> None:
+    """Returns to the mesh that was ambient before."""
+    ambient_stack.meshes.pop()
+
+
+@contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Makes `mesh` the ambient mesh of a block: names in expressions are looked up in it.
+
+    As JAX's `jax.set_mesh`. Also written `with mesh:`, which `torch.compile` doesn't know how to enter.
+
+    >>> with use_mesh(Mesh("dp=2 tp=4")):
+    ...     required_mesh(None, "shard").size
+    8
+    """
+    push_mesh(checked_mesh(mesh))
+    try:
+        yield mesh
+    finally:
+        pop_mesh()
+
+
+def required_mesh(mesh: Mesh | None, what: str) -> Mesh:
+    """`mesh`, else the ambient one; `MeshError` that says so where there is neither."""
+    found = mesh if mesh is not None else ambient_mesh()
+    if found is None:
+        raise MeshError(f"{what} needs a mesh; pass mesh=... or write it inside `with mesh:`")
+    return checked_mesh(found)
+
+
+def checked_mesh(mesh: Mesh) -> Mesh:
+    """`mesh`; `MeshError` for what is none."""
+    if not isinstance(mesh, Mesh):
+        kind = type(mesh).__name__
+        hint = "\naxes.Mesh.from_device_mesh makes one of torch's" if kind == "DeviceMesh" else ""
+        raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {kind}: {shown(mesh)}{hint}")
+    return mesh
+
+
 @functools.lru_cache(maxsize=4096)
 def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
-    found = mesh._carried_out(expression, sizes)
-    return mesh._with(axis_names=found.axis_names, namespace=found.namespace)
+    names, namespace, _ = rearranged(mesh.axis_names, mesh.namespace, expression, dict(sizes))
+    return mesh._with(axis_names=names, namespace=namespace)
 
 
 def listed(ranks: range | tuple[int, ...], most: int = 64) -> str:
@@ -606,12 +675,10 @@ def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
     try:
         return Layout.product(*layouts)
     except MeshError:
-        pairs = [(i, j) for i in range(len(names)) for j in range(i)]
-        for i, j in pairs:
-            if layouts[i].overlaps(layouts[j]):
+        for (one, layout), (two, other) in itertools.combinations(zip(names, layouts, strict=True), 2):
+            if layout.overlaps(other):
                 raise MeshError(
-                    f"axes '{names[j]}' ({layouts[j]}) and '{names[i]}' ({layouts[i]}) share ranks; "
-                    "a mesh has axes that don't overlap"
+                    f"axes '{one}' ({layout}) and '{two}' ({other}) share ranks; a mesh has axes that don't overlap"
                 ) from None
         raise MeshError(
             f"axes {', '.join(names)} come from factorizations that have no common digits: "
@@ -628,12 +695,3 @@ def _behind(modes: Sequence[Mode], layout: Layout) -> list[Mode] | None:
         rest, low = left[0][0] // size, left[0][1]
         left[:1] = [(rest, low)] if rest > 1 else []
     return left
-
-
-def _checked_node(ranks_per_node: int | None) -> int | None:
-    if ranks_per_node is None:
-        return None
-    found = whole_number(ranks_per_node)
-    if found is None or found < 1:
-        raise MeshError(f"ranks_per_node is a whole number from 1; found {shown(ranks_per_node)}")
-    return found

@@ -12,6 +12,7 @@ asks for: how a name begins, how it ends, or a word. A name is held only against
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,23 +86,21 @@ class NamePatterns:
     def __init__(self, patterns: Iterable[str]):
         self.patterns = tuple(patterns)
         self._index = NameIndex(map(_texts, self.patterns))
-        self._matches: dict[int, re.Pattern[str]] = {}
 
     def numbers(self, name: str) -> Iterator[int]:
         """The numbers of the patterns that match a name, ascending."""
-        return (number for number in self._index.candidates(name) if self._match(number, name))
+        return (number for number in self._index.candidates(name) if _compiled(self.patterns[number]).match(name))
 
     def first(self, name: str) -> str | None:
         """The first pattern that matches a name."""
         number = next(self.numbers(name), None)
         return None if number is None else self.patterns[number]
 
-    def _match(self, number: int, name: str) -> bool:
-        # `fnmatch` itself keeps 256 patterns in Python 3.11, and compiles the others at each name.
-        found = self._matches.get(number)
-        if found is None:
-            found = self._matches[number] = re.compile(fnmatch.translate(self.patterns[number]))
-        return found.match(name) is not None
+
+@functools.lru_cache(maxsize=65_536)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern to match names with; `fnmatch` itself keeps 256 in Python 3.11, and compiles others at each name."""
+    return re.compile(fnmatch.translate(pattern))
 
 
 def _texts(pattern: str) -> list[str]:

@@ -17,14 +17,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import checked_mesh
-from axes.algebra.sharding import Cut, Sharding, Slots, classes, cuts, pending_runs, pending_text, same_cuts
+from axes.algebra.mesh import Mesh, checked_mesh
+from axes.algebra.sharding import Cut, Sharding, Slot, Slots, classes, cuts, pending_runs, pending_text, same_cuts
 from axes.algebra.splits import of_cuts, split
 
 
@@ -47,10 +46,9 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     """
     mesh = sharding.mesh
     found = {name: PlacementSpec() for name in mesh.axis_names}
-    for op, layouts in pending_runs(sharding.pending):
-        for name in _unordered(mesh, layouts):
-            found[name] = PlacementSpec(op=op)
-    _check_order_of_pending(sharding)
+    written = [(op, name) for op, layouts in pending_runs(sharding.pending) for name in _in_any_order(mesh, layouts)]
+    found.update({name: PlacementSpec(op=op) for op, name in written})
+    _check_order_of_pending(sharding, written)
     strided: dict[str, str] = {}
     for index in range(sharding.ndim):
         ends = cuts(_in_axes(sharding, index), 0)
@@ -77,15 +75,12 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     return tuple(found[name] for name in mesh.axis_names)
 
 
-def _check_order_of_pending(sharding: Sharding) -> None:
-    """`ShardingError` where reductions that don't commute are written in another order than the mesh's.
+def _check_order_of_pending(sharding: Sharding, written: Sequence[tuple[str, str]]) -> None:
+    """`ShardingError` where reductions that don't commute, by axis, are written in another order than the mesh's.
 
     Placements stand in mesh order, and so a tensor that is made of them is resolved in that order.
     """
-    if len(sharding.pending) < 2:
-        return
     mesh = sharding.mesh
-    written = [(op, name) for op, layouts in pending_runs(sharding.pending) for name in _unordered(mesh, layouts)]
     in_order = sorted(written, key=lambda entry: mesh.axis_names.index(entry[1]))
     if list(map(set, classes(written))) != list(map(set, classes(in_order))):
         text, first = (pending_text(mesh, entries) for entries in (sharding.pending, sharding.pending[:1]))
@@ -107,43 +102,34 @@ def _in_axes(sharding: Sharding, dim: int) -> Slots:
                 f"DTensor needs the sizes of the factors in front of '{mesh.called(behind[0])}' in "
                 f"{sharding.text_of(dim)}; write them: {' '.join(f'{name}=...' for name in open_)}"
             )
-    return Slots([replace(slot, layouts=mesh.splits(mesh_axes(mesh, slot.layouts))) for slot in slots])
+    return Slots([Slot(mesh.splits(_in_order(mesh, slot.layouts)), slot.size) for slot in slots])
 
 
-def mesh_axes(mesh: Mesh, layouts: Sequence[Layout]) -> list[str]:
+def _in_order(mesh: Mesh, layouts: Sequence[Layout]) -> list[str]:
     """A product of layouts as axes of the mesh itself; `ShardingError` where it cuts one."""
-    found: list[str] = []
-    modes: list[tuple[int, int]] = []
-    for layout in layouts:
-        modes.extend(layout.modes)
-        names = mesh.factored(Layout.of(modes))
-        if names is not None:
-            found.extend(names)
-            modes = []
-    if modes:
-        _not_whole(mesh, layouts)
+    return _whole(mesh, layouts, mesh.factored(Layout.product(*layouts)))
+
+
+def _in_any_order(mesh: Mesh, layouts: Sequence[Layout]) -> list[str]:
+    """The same where the order means nothing, so that pieces of an axis may stand apart."""
+    return _whole(mesh, layouts, mesh.made_of(layouts))
+
+
+def _whole(mesh: Mesh, layouts: Sequence[Layout], found: list[str] | None) -> list[str]:
+    if found is None:
+        raise ShardingError(
+            f"'{' '.join(map(mesh.called, layouts))}' isn't a product of whole axes of {mesh!r}, so DTensor can't "
+            "express it; use the sub-mesh that has these axes, like mesh['dp', 'tp']"
+        )
     return found
-
-
-def _unordered(mesh: Mesh, layouts: Sequence[Layout]) -> list[str]:
-    """`mesh_axes`, where the order means nothing, so that pieces of an axis may stand apart."""
-    found = mesh.made_of(layouts)
-    return _not_whole(mesh, layouts) if found is None else found
-
-
-def _not_whole(mesh: Mesh, layouts: Sequence[Layout]) -> NoReturn:
-    raise ShardingError(
-        f"'{' '.join(map(mesh.called, layouts))}' isn't a product of whole axes of {mesh!r}, so DTensor can't express "
-        "it; use the sub-mesh that has these axes, like mesh['dp', 'tp']"
-    )
 
 
 def check_axes_are_whole(sharding: Sharding) -> None:
     """`ShardingError` where a sharding cuts an axis of its mesh, for which DTensor has no placement."""
-    for slot in (slot for dim in sharding.dims for slot in dim):
-        mesh_axes(sharding.mesh, slot.layouts)
+    for slot in [slot for dim in sharding.dims for slot in dim]:
+        _in_order(sharding.mesh, slot.layouts)
     for _, layouts in pending_runs(sharding.pending):
-        _unordered(sharding.mesh, layouts)
+        _in_any_order(sharding.mesh, layouts)
 
 
 def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
@@ -170,13 +156,6 @@ _KNOWN = ("Replicate", "Shard", "_StridedShard", "Partial")
 def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int, shape: Sequence[int] | None = None) -> Sharding:
     """The sharding of placements on the axes of a mesh; see `Sharding.from_placements`."""
     checked_mesh(mesh)
-    found = _read(mesh, placements, ndim)
-    if shape is not None:
-        check_torch_can(found, shape)
-    return found
-
-
-def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
     if len(placements) != mesh.ndim:
         raise ShardingError(f"{mesh!r} has {mesh.ndim} axes; found {len(placements)} placements")
     ends: list[list[Cut]] = [[] for _ in range(ndim)]
@@ -203,8 +182,8 @@ def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
                     f"{placement} on axis '{axis}' doesn't fit what other axes split already; it has no spec"
                 )
     dims = list(map(of_cuts, [None] * ndim, ends))
-    for index, found in enumerate(ends):
-        if len(found) > 1 and found[-1][0] > math.prod(layout.size for _, layout in found[:-1]):
+    for index, each in enumerate(ends):
+        if len(each) > 1 and each[-1][0] > math.prod(layout.size for _, layout in each[:-1]):
             # FSDP2 makes such placements, and puts other rows on the ranks than they say.
             raise ShardingError(
                 f"dim {index} of {list(placements)} on {mesh!r} is split by two axes and by a factor, and torch "
@@ -213,7 +192,10 @@ def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
             )
     # `_` has no place in a group, so what is left of the dim gets a name.
     names = [("",) * (len(dim) - 1) + (f"inner{at}" if len(dim) > 1 else "",) for at, dim in enumerate(dims)]
-    return Sharding(mesh, tuple(dims), tuple(pending), tuple(names))
+    found = Sharding(mesh, tuple(dims), tuple(pending), tuple(names))
+    if shape is not None:
+        check_torch_can(found, shape)
+    return found
 
 
 def _cut(ends: list[Cut], layout: Layout, placement: Any) -> bool:

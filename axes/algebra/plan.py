@@ -3,7 +3,7 @@
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("dp=2 tp=4")
 >>> source, target = mesh.sharding("b@dp s@tp d"), mesh.sharding("b@dp s d@tp")
->>> print(plan(source, target, (8, 2048, 4096), "bfloat16"))
+>>> print(plan(source, target, (8, 2048, 4096), dtype="bfloat16"))
 b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
   1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
 
@@ -11,32 +11,70 @@ A plan is made of algebra alone: two shardings, a shape and a dtype. It is the s
 whatever groups exist, and takes the same time for eight ranks and for a million: ranks are listed
 only when a step is asked for them (`ranks`, `exchange`).
 
-How the cheapest sequence is found is told in `axes.algebra.planning`; what an executor does with a
-step in `axes.algebra.planning.step`.
+How the cheapest sequence is found is told in `axes.algebra.planning`. Of a step an executor needs to know:
+
+Everything a step says about boxes, counts and order comes from `exchange(rank)`. Tensors are local,
+row-major; "the boxes of a message" are read or written one after the other, each row-major. Boxes are
+those of `opened`, the same step on a tensor with one dim for each factor: there a part of a split
+factor is one box, which lies in memory as the tile of the rank that has it. What an executor does, by
+`kind`:
+
+slice
+    No communication. For each `(from_box, to_box)` of `copies`: `out[to_box] = tile[from_box]`. Where
+    both have the same factors that is one box.
+
+all_reduce
+    `op` over the group, on a copy of the tile. Then divide by `divisor` where that isn't 1 (a mean),
+    in the dtype in which the reduction was accumulated.
+
+reduce_scatter
+    `sends` holds one message for each rank of the group, itself included, in order: row `i` of the
+    send buffer `[group_size, padded]` is message `i`'s boxes, the rest of the row arbitrary. Reduce
+    and scatter; the first `receives[0].elements` elements of the result are its boxes of the output.
+    Then divide by `divisor`. Where `send_bytes` is 0, the tile itself is the send buffer.
+
+all_gather
+    The tile, flattened and padded at its end to `padded`, is gathered to `[group_size, padded]`; from
+    row `i` the first `receives[i].elements` elements go to the boxes of `receives[i]` (all ranks, itself
+    included). Where `receive_bytes` is 0, the output itself is the receive buffer.
+
+all_to_all, permute
+    Pack the boxes of `sends` end to end, exchange, unpack into the boxes of `receives`; the `copies` stay on
+    the rank. A permute sends to at most one rank and receives from at most one.
+
+reduce_move
+    As all_to_all, but each message received, and the copies, are one contribution: that of its
+    `layer`. The output is `op` over the contributions of layers `0..layers-1`, in that order, then
+    divided by `divisor`. Every element of the output has exactly one contribution of each layer, which
+    may come from several messages; the copies are those of the rank's own `layer`.
+
+Between two sets of ranks, a rank for which `takes_part` is false does nothing in a step; one that has
+no tile of the source comes with nothing, one that has none of the target leaves with nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from axes.algebra import providers
+from axes.algebra.chunks import regions, volume
 from axes.algebra.cost import CostModel, members_of_node, node_size
-from axes.algebra.errors import ShardingError, shown
-from axes.algebra.layout import Layout
-from axes.algebra.planning.candidates import COLLECTIVES, Stage, Stages, candidates
-from axes.algebra.planning.digits import Digit, State, common
-from axes.algebra.planning.exchange import ranks_of_both
-from axes.algebra.planning.step import Step
+from axes.algebra.errors import MeshError, ShardingError, shown
+from axes.algebra.layout import Layout, Universe
+from axes.algebra.mesh import Mesh, required_mesh
+from axes.algebra.opaque import Dtype
+from axes.algebra.planning.candidates import COLLECTIVES, Digit, Stage, Stages, State, candidates, common, opened
+from axes.algebra.planning.exchange import Exchange, Message, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding, Slots, unmarked
-from axes.algebra.sizes import checked_rank, checked_shape
+from axes.algebra.sizes import checked_tensor_shape, given_sizes
+from axes.algebra.specs import check_same_dims, factors_by_name, parsed_sharding
 from axes.algebra.splits import split
-from axes.algebra.universe import Universe
 
 ITEMSIZE = {
     **dict.fromkeys(("bool", "int8", "uint8"), 1),
@@ -49,9 +87,127 @@ ITEMSIZE = {
 
 _NARROW = ("float8", "float4")
 
-_DEFAULT = CostModel()
-
 Shape = tuple[int, ...]
+End = str | Sharding
+
+
+@dataclass(frozen=True)
+class Step:
+    """One local or collective operation, which takes the sharding `source` to the sharding `target`.
+
+    kind: slice, all_reduce, reduce_scatter, all_gather, all_to_all, permute or reduce_move.
+    layout: the group, as the digits of the rank that it steps through, in its order; None where the
+        group is all ranks of both meshes (between two sets of ranks).
+    group_size: the number of ranks that communicate; 1 for a slice.
+    op, divisor: of a reduction. resolved: the digits over which a reduce_move reduces.
+    bytes_in, bytes_out: over the links, for the rank that has most. What the busiest rank sends is an
+        even share of those that have the same; whole messages may make it less, or slightly more.
+    send_bytes, receive_bytes: the buffers beside the tiles; 0 where the tile itself is the buffer.
+    cost: modelled microseconds.
+    rank: the rank that the step is seen from.
+    """
+
+    kind: str
+    source: Sharding
+    target: Sharding
+    shape: Shape
+    layout: Layout | None
+    group_size: int
+    rank: int
+    op: str | None = None
+    divisor: int = 1
+    resolved: Layout = Layout()  # noqa: RUF009 - layouts are immutable
+    bytes_in: int = 0
+    bytes_out: int = 0
+    send_bytes: int = 0
+    receive_bytes: int = 0
+    cost: float = 0.0
+    ranks_per_node: int = 8
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes that the group steps through; none between two sets of ranks."""
+        return () if self.layout is None else self.source.mesh.calls(self.layout)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks of this rank's group, in its order."""
+        return self.ranks_of(self.rank)
+
+    def ranks_of(self, rank: int) -> Sequence[int]:
+        """The global ranks of another rank's group, in its order; none where it takes no part."""
+        if not self.takes_part(rank):
+            return ()
+        if self.layout is not None:
+            return self.source.universe.line(self.layout, rank)
+        return ranks_of_both(self.source.universe, self.target.universe)
+
+    def takes_part(self, rank: int) -> bool:
+        """Whether a rank does anything in this step."""
+        return any(end.universe.position(rank) is not None for end in (self.source, self.target))
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether the tiles of all ranks have one shape, before the step and after."""
+        return self.source.divides(self.shape) and self.target.divides(self.shape)
+
+    @cached_property
+    def _opened(self) -> tuple[tuple[Shape, ...], Sharding, Sharding]:
+        return opened(self.source, self.target, self.shape)
+
+    @property
+    def factors(self) -> tuple[Shape, ...]:
+        """For each dim the sizes of the factors that both sides have, or its own size alone."""
+        return self._opened[0]
+
+    @cached_property
+    def opened(self) -> Step:
+        """The same step on the tensor with one dim for each of `factors`."""
+        factors, source, target = self._opened
+        if source is self.source:
+            return self
+        return replace(self, source=source, target=target, shape=tuple([n for sizes in factors for n in sizes]))
+
+    def exchange(self, rank: int | None = None) -> Exchange:
+        """What a rank sends, receives and copies, in boxes of `opened`; this rank by default.
+
+        Costs O(size of the group), and more where tiles are replicated: an executor keeps the answer.
+        Raises `MeshError` for a rank that takes no part.
+        """
+        rank = self.rank if rank is None else rank
+        if not self.takes_part(rank):
+            raise MeshError(f"rank {rank} takes no part in this step")
+        step = self.opened
+        if step.kind == "slice":
+            return _slice(step, rank)
+        ranks = tuple(step.ranks_of(rank))
+        if step.kind == "all_reduce":
+            return Exchange(ranks)
+        if step.kind in ("reduce_scatter", "all_gather"):
+            return _equal_parts(step, ranks, rank)
+        sides = step.source, step.target, step.shape
+        return group_between(*sides, step.layout, ranks[0], step.resolved, step.ranks_per_node).exchange(rank)
+
+
+def _slice(step: Step, rank: int) -> Exchange:
+    source, target = (end.tile(step.shape, rank) for end in (step.source, step.target))
+    if source is None or target is None or not volume(target):
+        return Exchange((rank,))
+    return Exchange((rank,), copies=tuple(zip(regions(target, source), regions(target, target), strict=True)))
+
+
+def _equal_parts(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
+    """A gather, or a reduction that is scattered: the rank's own tile, and its peers' parts of the larger one."""
+    gathers, at = step.kind == "all_gather", ranks.index(rank)
+    fine, coarse = (step.source, step.target) if gathers else (step.target, step.source)
+    whole = coarse.tile(step.shape, rank) or ()
+    parts = [fine.tile(step.shape, peer) or () for peer in ranks]
+    boxes = [regions(part, whole) if volume(part) else () for part in parts]
+    messages = tuple(map(Message, range(len(ranks)), boxes, map(volume, parts)))
+    own, padded = (messages[at]._replace(regions=regions(parts[at], parts[at])),), fine.largest_tile(step.shape)
+    if gathers:
+        return Exchange(ranks, own, messages, padded=padded)
+    return Exchange(ranks, messages, own, layers=len(ranks), padded=padded)
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,34 +345,65 @@ class Plan:
 
 
 def plan(
-    source: Sharding,
-    target: Sharding,
+    source: End,
+    target: End,
     shape: Sequence[int],
-    dtype: str = "float32",
-    cost_model: CostModel = _DEFAULT,
-    rank: int | None = None,
+    mesh: Mesh | None = None,
+    dtype: str | Dtype = "float32",
+    cost_model: CostModel | None = None,
+    *,
+    source_mesh: Mesh | None = None,
+    target_mesh: Mesh | None = None,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
 ) -> Plan:
-    """The cheapest plan that takes a tensor of `shape` from `source` to `target`.
+    """The cheapest sequence of collectives from one sharding to another, as `reshard` would choose it.
 
-    rank: the rank to see it from, the first of the source by default.
+    `source` and `target` are whole specs (a bare dim is unsplit) or `Sharding`s, `shape` is the whole
+    shape, `dtype` a torch dtype or its name. Names are those of `mesh`, the ambient one by default, or
+    of `source_mesh` and `target_mesh`: another factorization of the same ranks, or other ranks.
+    Keywords are sizes of factors of grouped dims. `cost_model` has the numbers that decide between the
+    candidates. No process is needed, and the time doesn't depend on the number of ranks.
 
-    Raises `ShardingError`, with both shardings on a line each, where there is no such redistribution:
-    an axis twice, a split factor that doesn't divide, ranks that the source says nothing about,
-    a reduction pending where the source has none, or kept while one after it is resolved.
+    `plan.steps` are seen from the mesh's rank (`mesh.at(rank)`): each has `kind`, `axes`, `ranks`,
+    `group_size`, `bytes_in` and `bytes_out`. Raises `ShardingError` where nothing takes the source to the
+    target. The idea of searching redistributions is that of Rink et al., "Memory-efficient array
+    redistribution through portable collective communication" (2021).
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> print(plan("b@dp s@tp d", "b@dp s d@tp", (8, 2048, 4096), mesh=Mesh("dp=2 tp=4"), dtype="bfloat16"))
+    b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
+      1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
     """
-    shape = checked_shape(shape)
-    source, target = _seen(source, shape), _seen(target, shape)
-    rank = source.universe.ranks[0] if rank is None else checked_rank("rank", rank)
+    shape = checked_tensor_shape(shape)
+    known = dict.fromkeys(name for end in (source, target) if isinstance(end, str) for name in factors_by_name(end))
+    given = given_sizes(keywords, sizes, (), known, "the specs")
+    check_same_dims(source, target)
+    one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
+    two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)
+    model = model_of(one.mesh) if cost_model is None else cost_model
+    if not isinstance(model, CostModel):
+        raise ShardingError(f"cost_model is an axes.CostModel; found {shown(cost_model)}")
+    found = cheapest(choices_between(one, two, shape, dtype_name(dtype), model), shape)
     # What is kept is of shardings that are equal, whatever the names of their dims.
-    return replace(_plan(source, target, shape, dtype, cost_model, rank), source=source, target=target)
+    return replace(found, source=one, target=two, rank=one.mesh.rank)
 
 
-def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """What planning sees of a sharding.
+def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) -> Sharding:
+    if isinstance(end, Sharding):
+        found = end
+    else:
+        named = {name: size for name, size in given.items() if name in factors_by_name(end)}
+        found = parsed_sharding(required_mesh(mesh, "axes.plan"), end, tuple(sorted(named.items())), len(shape))
+    if found.ndim != len(shape):
+        raise ShardingError(f"the {side} '{found}' has {found.ndim} dims, the shape {len(shape)}: {list(shape)}")
+    # `same` says that values are equal on every rank, as replicated ones are: it matters to gradients alone.
+    return unmarked(found)[0].at(shape)
 
-    `same` says that values are equal on every rank, as replicated ones are: it matters to gradients alone.
-    """
-    return unmarked(end)[0].at(shape)
+
+def model_of(mesh: Mesh) -> CostModel:
+    """The cost model of a mesh: the default one, with the mesh's own number of ranks per node."""
+    return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)
 
 
 @lru_cache(maxsize=4096)
@@ -240,11 +427,6 @@ def cuts_of(*stages: Sharding) -> Shape:
 def _without_names(end: Sharding) -> tuple[object, ...]:
     """What a sharding says, for ranks to compare."""
     return end.universe, end.mesh.extent, end.dims, end.pending
-
-
-@lru_cache(maxsize=4096)
-def _plan(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel, rank: int) -> Plan:
-    return replace(cheapest(choices_between(source, target, shape, dtype, model), shape), rank=rank)
 
 
 @lru_cache(maxsize=4096)

@@ -27,10 +27,9 @@ from axes.algebra import providers
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import place_text
-from axes.algebra.layout import Layout, common_digits, digits
+from axes.algebra.layout import Layout, Universe, common_digits, digits
 from axes.algebra.opaque import Placement
 from axes.algebra.sizes import checked_rank, checked_shape, tuple_of, whole_number
-from axes.algebra.universe import Universe
 
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
@@ -73,9 +72,7 @@ class Slot:
 class Slots(tuple[Slot, ...]):
     """How a dim is split: its slots, major first; more than one where it was written as a group."""
 
-    __slots__ = ()
-
-    @property
+    @functools.cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """The layouts that split the dim or one of its factors, each of which is one `torch.chunk`."""
         return self[0].layouts if len(self) == 1 else tuple([layout for slot in self for layout in slot.layouts])
@@ -85,12 +82,12 @@ class Slots(tuple[Slot, ...]):
         """The dim without what splits it."""
         return Slots([Slot((), slot.size) for slot in self])
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
         """Whether it is one slot, of any size."""
         return len(self) == 1 and self[0].size is None
 
-    @property
+    @functools.cached_property
     def pieces(self) -> int:
         """Into how many pieces the dim is split."""
         return math.prod([layout.size for layout in self.layouts])
@@ -154,7 +151,7 @@ class Sharding:
     def __reduce__(self) -> tuple[Any, ...]:
         return Sharding, (self.mesh, self.dims, self.pending, self.names)  # a hash is a process's own
 
-    @property
+    @functools.cached_property
     def ndim(self) -> int:
         """The number of dims of the tensor."""
         return len(self.dims)
@@ -190,7 +187,7 @@ class Sharding:
         >>> Mesh("cp=2 tp=2").sharding("s@(cp tp)").local_shape((5,), rank=0)
         (2,)
         """
-        parts = self._parts(checked_shape(shape), self._position(rank))
+        parts = self._parts(shape, self._position(rank))
         return tuple([math.prod([stop - start for start, stop in each]) for _, each in parts])
 
     def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
@@ -202,7 +199,7 @@ class Sharding:
         >>> Mesh("tp=2").sharding("(three heads@tp)", three=3).local_indices((12,), rank=1)
         ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)),)
         """
-        held = self._tile_at(checked_shape(shape), self._position(rank))
+        held = self._tile_at(shape, self._position(rank))
         return tuple(slice(*runs[0]) if len(runs) == 1 else tuple(slice(*run) for run in runs) for runs in held)
 
     def tile(self, shape: Sequence[int], rank: int) -> Tile | None:
@@ -213,16 +210,12 @@ class Sharding:
         (((2, 4), (6, 8), (10, 12)), ((0, 5),))
         """
         position = self.mesh.universe.position(checked_rank("a rank", rank))
-        return None if position is None else self._tile_at(checked_shape(shape), position)
+        return None if position is None else self._tile_at(shape, position)
 
     def largest_tile(self, shape: Sequence[int]) -> int:
         """Elements of the largest tile, in closed form."""
-        pairs = [
-            (size, slot)
-            for dim, extents in zip(self.dims, self.extents(shape), strict=True)
-            for size, slot in zip(extents, dim, strict=True)
-        ]
-        return math.prod(largest_chunk(size, [layout.size for layout in slot.layouts]) for size, slot in pairs)
+        pairs = zip(itertools.chain(*self.dims), itertools.chain(*self.extents(shape)), strict=True)
+        return math.prod([largest_chunk(size, [each.size for each in slot.layouts]) for slot, size in pairs])
 
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether every dim divides into its pieces, as split factors of a group always do."""
@@ -234,7 +227,7 @@ class Sharding:
         """Into how many pieces each dim has to divide."""
         return tuple([1 if len(dim) > 1 else dim.pieces for dim in self.dims])
 
-    @property
+    @functools.cached_property
     def universe(self) -> Universe:
         """The ranks, in order."""
         return self.mesh.universe
@@ -250,7 +243,12 @@ class Sharding:
         Raises `ShardingError` for another number of dims, `SizeError` where factors don't follow or
         don't divide.
         """
-        return _extents(self, checked_shape(shape))
+        whole = checked_shape(shape)
+        if len(whole) != self.ndim:
+            raise ShardingError(
+                f"the spec '{self}' has {self.ndim} dims, the tensor {len(whole)}: {shown(list(whole))}"
+            )
+        return tuple(zip(whole)) if self.is_plain else tuple([_sizes(self, dim, whole) for dim in range(self.ndim)])
 
     def is_equivalent(self, other: Sharding, shape: Sequence[int] | None = None) -> bool:
         """Whether both put the same data on the same ranks, whatever the names.
@@ -273,7 +271,7 @@ class Sharding:
             return False
         if shape is None:
             return all(map(_same_even_cuts, self.dims, other.dims))
-        _extents(self, shape), _extents(other, shape)  # refuse what doesn't fit
+        self.extents(shape), other.extents(shape)  # refuse what doesn't fit
         return all(itertools.starmap(same_cuts, zip(self.dims, other.dims, shape, strict=True)))
 
     @property
@@ -310,7 +308,7 @@ class Sharding:
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""
         whole = checked_shape(shape)
-        if all(len(dim) == 1 for dim in self.dims):
+        if self.is_plain or max(map(len, self.dims)) == 1:
             return self
         pairs = zip(self.dims, self.extents(whole), strict=True)
         return replace(self, dims=tuple([_of_sizes(*each) if len(each[0]) > 1 else each[0] for each in pairs]))
@@ -323,19 +321,15 @@ class Sharding:
         >>> Mesh("dp=2 tp=2").sharding("(b@dp s) (qkv=3 heads@tp d)", b=4, d=4).at((8, 24)).spec
         '(b s)@dp (qkv=3 heads=2@tp d=4)'
         """
-        whole = checked_shape(shape)
-        extents = self.extents(whole)  # refuses what doesn't fit
+        extents = self.extents(shape)  # refuses what doesn't fit
         if self.is_plain:
             return self
-        dims, names = [], []
-        for slots, sizes, mine in zip(self.dims, extents, map(self.names_of, range(self.ndim)), strict=True):
-            if any(slot.layouts for slot in slots[1:]):
-                dims.append(_of_sizes(slots, sizes))
-                names.append(mine)
-            else:  # the major factor alone is split, and with it the dim
-                inner = " ".join([name or str(slot.size) for name, slot in zip(mine, slots, strict=True)])
-                dims.append(Slots((Slot(slots[0].layouts),)))
-                names.append((f"({inner})" if len(slots) > 1 else mine[0],))
+        dims, names = list(map(_of_sizes, self.dims, extents)), list(map(self.names_of, range(self.ndim)))
+        for at, slots in enumerate(self.dims):
+            if not any(slot.layouts for slot in slots[1:]):  # the major factor alone is split, and with it the dim
+                inner = " ".join([name or str(slot.size) for name, slot in zip(names[at], slots, strict=True)])
+                names[at] = (f"({inner})",) if len(slots) > 1 else names[at]
+                dims[at] = Slots((Slot(slots[0].layouts),))
         return replace(self, dims=tuple(dims), names=tuple(names))
 
     def named(self, names: Sequence[str]) -> Sharding:
@@ -369,20 +363,16 @@ class Sharding:
     @functools.cached_property
     def is_plain(self) -> bool:
         """Whether every dim is one slot, of any size."""
-        return all(dim.is_plain for dim in self.dims)
+        return all(map(operator.attrgetter("is_plain"), self.dims))
 
     # inside
 
-    def _parts(self, shape: Shape, position: int) -> list[tuple[Shape, Runs]]:
+    def _parts(self, shape: Sequence[int], position: int) -> list[tuple[Shape, Runs]]:
         """For each dim the sizes of its factors, and the part of each factor that a position has."""
-        pairs = zip(self._layouts, _extents(self, shape), strict=True)
-        return [(extents, _intervals(layouts, extents, position)) for layouts, extents in pairs]
+        pairs = zip(self.dims, self.extents(shape), strict=True)
+        return [(sizes, tuple(map(_interval, slots, sizes, itertools.repeat(position)))) for slots, sizes in pairs]
 
-    @functools.cached_property
-    def _layouts(self) -> list[tuple[tuple[Layout, ...], ...]]:
-        return [tuple([slot.layouts for slot in slots]) for slots in self.dims]
-
-    def _tile_at(self, shape: Shape, position: int) -> Tile:
+    def _tile_at(self, shape: Sequence[int], position: int) -> Tile:
         parts = self._parts(shape, position)
         return tuple([each if len(each) == 1 else factor_runs(extents, each) for extents, each in parts])
 
@@ -394,11 +384,9 @@ class Sharding:
         return position
 
 
-@functools.lru_cache(maxsize=8192)
-def _intervals(layouts: tuple[tuple[Layout, ...], ...], extents: Shape, position: int) -> Runs:
-    """The part of each factor that a position has: `torch.chunk` by its layouts. Kept: ranks share most."""
-    cuts = [[(layout.size, layout.coordinate(position)) for layout in each] for each in layouts]
-    return tuple([nested_chunk(extent, each) for extent, each in zip(extents, cuts, strict=True)])
+def _interval(slot: Slot, size: int, position: int) -> tuple[int, int]:
+    """The part of a factor that a position has: `torch.chunk` by its layouts."""
+    return nested_chunk(size, [(layout.size, layout.coordinate(position)) for layout in slot.layouts])
 
 
 def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:
@@ -419,15 +407,19 @@ def _check_axes(sharding: Sharding) -> None:
     for _, layout in places:
         if not mesh.extent.contains(layout):
             raise ShardingError(f"axis '{mesh.called(layout)}' isn't made of the axes of {mesh!r}")
-    for (there, other), (where, layout) in itertools.combinations(places, 2):
-        if layout.overlaps(other):
-            name, before = mesh.called(layout), mesh.called(other)
-            both = f"axis '{name}' is used twice" if name == before else f"axes '{before}' and '{name}' share ranks"
-            raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
+    check_apart([(where, mesh.called(layout), layout) for where, layout in places])
     try:
-        digits(*(layout for _, layout in places))
+        digits(*sharding.used)
     except MeshError as error:
         raise ShardingError(f"axes of one sharding are digits of the same factorization: {error}") from None
+
+
+def check_apart(places: Iterable[tuple[str, str, Layout]]) -> None:
+    """Refuse an axis in two places, or two that share ranks: each with its text, and the axis's name and layout."""
+    for (there, other, one), (where, name, two) in itertools.combinations(places, 2):
+        if name == other or one.overlaps(two):
+            both = f"axis '{name}' is used twice" if name == other else f"axes '{other}' and '{name}' share ranks"
+            raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -436,17 +428,6 @@ def _are_apart(mesh: Mesh, layouts: tuple[Layout, ...]) -> bool:
     found = common_digits((mesh.extent, *layouts))
     used = [digit for layout in layouts for digit in found[layout]] if found is not None else []
     return found is not None and len({*used}) == len(used) and {*found[mesh.extent]}.issuperset(used)
-
-
-@functools.lru_cache(maxsize=8192)
-def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
-    if len(shape) != sharding.ndim:
-        raise ShardingError(
-            f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {shown(list(shape))}"
-        )
-    if sharding.is_plain:
-        return tuple([(size,) for size in shape])
-    return tuple([_sizes(sharding, dim, shape) for dim in range(sharding.ndim)])
 
 
 def _of_sizes(slots: Slots, sizes: Sequence[int]) -> Slots:
@@ -528,8 +509,8 @@ def cuts(slots: Slots, extent: int) -> list[Cut]:
 
 def sized(slots: Slots, extent: int) -> list[Slot]:
     """The slots of a dim, with the one size that they leave open."""
-    known = math.prod(slot.size or 1 for slot in slots)
-    return [slot if slot.size else replace(slot, size=extent // known) for slot in slots]
+    known = math.prod([slot.size or 1 for slot in slots])
+    return [slot if slot.size else Slot(slot.layouts, extent // known) for slot in slots]
 
 
 def _merged_cuts(slots: Slots, extent: int) -> list[Cut]:

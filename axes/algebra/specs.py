@@ -1,20 +1,24 @@
-"""Specs: the text of a sharding, read on a mesh.
+"""Specs: the text of a sharding, read on a mesh; for `axes.reshard` with a `*` for what the tensor has.
 
 >>> from axes.algebra.mesh import Mesh
->>> print(parsed_sharding(Mesh("dp=2 tp=2"), "b@dp (three=3 h@tp) ...", (), 4))
+>>> mesh = Mesh("dp=2 cp=2 tp=2 ep=2")
+>>> print(parsed_sharding(mesh, "b@dp (three=3 h@tp) ...", (), 4))
 b@dp (three=3 h@tp) _ _
+>>> source = mesh.sharding("b@dp s@cp d | sum@ep")
+>>> [retargeted(source, spec, (8, 8, 8)).spec for spec in ("b s d@tp", "b@* s@(* tp) d", "... d@tp | *")]
+['b s d@tp', 'b@dp s@(cp tp) d', 'b@dp s@cp d@tp | sum@ep']
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from axes.algebra import grammar
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened
+from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError, pointed, shortened
 from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import Layout
 from axes.algebra.sharding import Sharding, Slot, Slots, slots_text
@@ -101,6 +105,56 @@ def check_once(mesh: Mesh, text: str, tree: grammar.Spec) -> None:
         seen[name] = where
 
 
+def retargeted(
+    source: Sharding,
+    spec: str,
+    shape: tuple[int, ...],
+    where: Mesh | None = None,
+    mesh: Mesh | None = None,
+    sizes: tuple[tuple[str, Any], ...] = (),
+) -> Sharding:
+    """Where `reshard(x, spec)` takes a tensor of this sharding and shape: exactly where the spec says.
+
+    A bare dim is unsplit, and without a `|` nothing is pending. A `*` stands for what the tensor has: the
+    axes of the dim, or what is pending; `...` stands for dims with `@*`. Axes are looked up in `where`, the
+    source's mesh by default. The result lies on `mesh`, the source's by default.
+
+    Raises `ExpressionError` for text outside the grammar; with both specs `MeshError` for an axis that isn't
+    there, and `ShardingError` for anything else.
+    """
+    try:
+        found = _meant(source.sized(shape), spec, where or mesh or source.mesh, mesh or source.mesh, sizes)
+        names = [mine if any(mine) else had for mine, had in zip(found.names, source.names, strict=False)]
+        return replace(found, mesh=found.mesh._seen_from((mesh or source.mesh)._view), names=tuple(names)).sized(shape)
+    except ExpressionError:
+        raise
+    except AxesError as error:
+        kind = MeshError if isinstance(error, MeshError) else ShardingError
+        raise kind(f"{error}\n  source  {source}\n  target  {spec}") from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: tuple[tuple[str, Any], ...]) -> Sharding:
+    """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
+    if mesh.universe == source.mesh.universe:
+        mesh = _with_names(mesh, where, grammar.axes_of(parse_spec(spec)))
+    return read_sharding(mesh, spec, sizes, source.ndim, source)[0]
+
+
+def _with_names(mesh: Mesh, where: Mesh, names: Sequence[str]) -> Mesh:
+    """`mesh`, in which these names mean what they mean in `where`."""
+    further = {}
+    for name in names:
+        layout = where.layout(name)
+        if mesh.namespace.get(name, layout) != layout:
+            raise MeshError(
+                f"'{name}' is {layout} in {where!r}, where the spec is read, and {mesh.namespace[name]} in "
+                f"{mesh!r}, where the tensor lies"
+            )
+        further[name] = layout
+    return mesh if further.keys() <= mesh.namespace.keys() else mesh._with(namespace={**mesh.namespace, **further})
+
+
 def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
     """Refuse two specs of one tensor that disagree on a name: between specs nothing is rearranged.
 
@@ -111,17 +165,13 @@ def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
     if not (isinstance(source, str) and isinstance(target, str)):
         return
     one, two = factors_by_name(source), factors_by_name(target)
-    both = [(name, one[name], two[name]) for name in one if name in two]
-    for name, (_, size), (_, other) in both:
-        if None not in (size, other) and size != other:
+    for name, (dim, size), (other, its) in [(name, one[name], two[name]) for name in one if name in two]:
+        if None not in (size, its) and size != its:
             raise SizeError(
-                f"{shortened(name)} is given two sizes: {size} in {shortened(source)} and {other} in "
+                f"{shortened(name)} is given two sizes: {size} in {shortened(source)} and {its} in "
                 f"{shortened(target)}. Both specs are of one tensor"
             )
-    if "..." in one or "..." in two:
-        return
-    for name, (dim, _), (other, _) in both:
-        if dim != other:
+        if dim != other and "..." not in (*one, *two):
             raise ShardingError(
                 f"{shortened(name)} is dim {dim} of {shortened(source)} and dim {other} of {shortened(target)}. Both "
                 "specs are of one tensor, whose dims stay where they are; to rearrange them use axes.rearrange, or a "
@@ -129,7 +179,6 @@ def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
             )
 
 
-@functools.lru_cache(maxsize=4096)
 def factors_by_name(spec: str) -> dict[str, tuple[int, int | None]]:
     """The dim in which each name stands, and its size where it is written; an underscore is no name."""
     factors = ((at, factor) for at, dim in enumerate(parse_spec(spec).dims) for factor in dim.factors)
@@ -146,7 +195,7 @@ def _dim(
         had, called = source.dims[at], source.names_of(at)
         kept = _kept(mesh, source.mesh, had.layouts)
         if stars[0].names == ("*",) and (dim.place is not None or len(dim.factors) == 1):
-            return Slots([replace(slot, layouts=_kept(mesh, source.mesh, slot.layouts)) for slot in had]), called
+            return Slots([Slot(_kept(mesh, source.mesh, slot.layouts), slot.size) for slot in had]), called
         if len(dim.factors) > 1 or len(had) > 1:
             text = source.text_of(at)
             _wrong(f"'*' in {dim} would be what the dim has, {text}; in a group write the axes", spec, dim.span)

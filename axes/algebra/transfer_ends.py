@@ -14,15 +14,13 @@ from typing import Any, Protocol
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
-from axes.algebra.layout import Layout, digits
+from axes.algebra.layout import Layout, Universe, digits
 from axes.algebra.layout_rules import LayoutRules
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.name_patterns import NamePatterns
-from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Names, Sharding, Slot, Slots
 from axes.algebra.sizes import given_sizes, whole_number
 from axes.algebra.specs import parsed_sharding
-from axes.algebra.universe import Universe
 
 End = str | Sharding
 Meshes = Mesh | Mapping[str, Mesh]

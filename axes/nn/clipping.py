@@ -36,11 +36,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import AxesError, MeshError, ShardingError, shown
-from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.layout import Layout, Universe
+from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.sizes import checked_flag, tuple_of
-from axes.algebra.universe import Universe
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import flags, torch_private
 from axes.runtime.axis_groups import AxisName

@@ -20,11 +20,9 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.grammar import parse_spec
-from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, given_sizes, written_sizes
 from axes.algebra.specs import marked_sharding

@@ -36,8 +36,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
-from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import use_mesh
+from axes.algebra.mesh import Mesh, use_mesh
 from axes.algebra.sizes import given_sizes, whole_number
 from axes.ops.autocast import of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import AxesError, ShardingError, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.logical import Rules, ambient_rules, checked_rules
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.name_patterns import NamePatterns
-from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, checked_texts, given_sizes, written_sizes
 from axes.nn.annotations import annotated, tensors_of

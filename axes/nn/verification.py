@@ -24,11 +24,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.layout import Layout
 from axes.algebra.logical import Rules, checked_rules
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, ambient_mesh
 from axes.algebra.sizes import checked_texts, written_sizes
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words

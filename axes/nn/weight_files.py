@@ -24,9 +24,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError, shown, suggestion
+from axes.algebra.layout import Universe
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sizes import tuple_of
-from axes.algebra.universe import Universe
 from axes.nn.local_gradients import local_tensor
 from axes.runtime.agreement import agree, ranks_text, refuse
 from axes.runtime.checkpoint import parts_of

@@ -43,9 +43,8 @@ from typing import Any
 
 import torch
 
-from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, ambient_mesh
 from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, AxisName, axis_layout, group_along

@@ -30,13 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.grammar import Spec
-from axes.algebra.layout import Layout, digits
-from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import required_mesh, use_mesh
-from axes.algebra.universe import Universe
+from axes.algebra.layout import Layout, Universe, digits
+from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh, use_mesh
 from axes.ops.arguments import NamedSpecs, are_plain, taken_apart
 from axes.ops.regions import read_region
 from axes.runtime import torch_private

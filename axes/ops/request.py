@@ -19,15 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, shortened, shown
 from axes.algebra.flow import recipe
 from axes.algebra.flow.recipe import Op, Shape, op_name
-from axes.algebra.mesh import Mesh
-from axes.algebra.redistribution import retargeted
-from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, written_sizes
+from axes.algebra.specs import retargeted
 from axes.ops import autocast
 from axes.ops.global_view import Grad, on_dtensors
 from axes.ops.recipes import BoundRecipe, traced_sizes

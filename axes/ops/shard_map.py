@@ -60,11 +60,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import checked_text
-from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.mesh import Mesh, checked_mesh, pop_mesh, push_mesh, required_mesh
 from axes.ops.arguments import (
     Tree,
     are_plain,
@@ -375,11 +373,11 @@ def _undeclared(y: DTensor) -> torch.Tensor:
 def _inside(fn: Function, mesh: Mesh, tree: Tree, shards: Sequence[torch.Tensor]) -> Any:
     """What the function returns for the shards, with `mesh` as the ambient one."""
     args, kwargs = tree.holding(shards)
-    ambient.push(mesh)
+    push_mesh(mesh)
     try:
         return fn(*args, **kwargs)
     finally:
-        ambient.pop()
+        pop_mesh()
 
 
 def _results(result: Any, passed: Sequence[object]) -> Tree:

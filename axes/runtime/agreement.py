@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError
-from axes.algebra.universe import Universe
+from axes.algebra.layout import Universe
 
 T = TypeVar("T")
 

@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import AxesError, MeshError, SizeError
-from axes.algebra.layout import Layout
+from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
-from axes.algebra.universe import Universe
 from axes.runtime.check import collective, waited
 from axes.runtime.communicator import communicator, functional_communicator, moved, reduced_bytes
 from axes.runtime.graphs import check_groups, kept

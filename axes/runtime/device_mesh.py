@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from axes.algebra.errors import MeshError, shortened
-from axes.algebra.layout import Layout
+from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
-from axes.algebra.universe import Universe
 from axes.runtime import checkpoint, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import (

@@ -18,9 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError, SizeError, shown
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import checked_flag, written_sizes
 from axes.algebra.specs import parsed_sharding

@@ -36,11 +36,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra import ambient
 from axes.algebra.errors import MeshError
 from axes.algebra.grammar import checked_text
 from axes.algebra.logical import Rules
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, ambient_mesh, ambient_stack, pop_mesh, push_mesh
 from axes.algebra.sharding import Sharding
 from axes.runtime import groups, torch_private
 from axes.runtime.symbols import fixed
@@ -185,18 +184,18 @@ def _keep_device_mesh(mesh: Mesh, *known: Any) -> str:
 _entered: WeakKeyDictionary[object, list[Mesh]] = WeakKeyDictionary()
 
 
-@torch.compiler.substitute_in_graph(ambient.ambient_mesh)
+@torch.compiler.substitute_in_graph(ambient_mesh)
 def _ambient_mesh() -> Mesh | None:
-    name, outside = _keep_entered(), ambient.stack.meshes
+    name, outside = _keep_entered(), ambient_stack.meshes
     return getattr(kept, name) if name else outside[-1] if outside else None
 
 
-@torch.compiler.substitute_in_graph(ambient.push)
+@torch.compiler.substitute_in_graph(push_mesh)
 def _push(mesh: Mesh) -> None:
     _enter(mesh)
 
 
-@torch.compiler.substitute_in_graph(ambient.pop)
+@torch.compiler.substitute_in_graph(pop_mesh)
 def _pop() -> None:
     _leave()
 

@@ -35,9 +35,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import torch.distributed as dist
 
 from axes.algebra.errors import MeshError, shortened, shown
-from axes.algebra.layout import Layout
+from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
-from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private
 from axes.runtime.agreement import (
     Barrier,

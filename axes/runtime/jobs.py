@@ -41,10 +41,9 @@ from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.layout import Layout
 from axes.algebra.layout_rules import LayoutRules, Table
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, checked_mesh
 from axes.algebra.page_links import Lists, page_dim
 from axes.algebra.planning.exchange import pieces_of
-from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of, whole_numbers
 from axes.algebra.specs import parsed_sharding

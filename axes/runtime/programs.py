@@ -36,12 +36,11 @@ import torch.distributed as dist
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
+from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, cuts_of
+from axes.algebra.plan import Plan, Step, cuts_of
 from axes.algebra.planning.exchange import Exchange, Message, ranks_of_both
-from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
-from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.check import heard

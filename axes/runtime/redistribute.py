@@ -25,11 +25,9 @@ from typing import TypeAlias
 import torch
 
 from axes.algebra.chunks import Region, regions, tile_shape
-from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, cheapest, choices_between
+from axes.algebra.plan import Plan, cheapest, choices_between, model_of
 from axes.algebra.sharding import Sharding, pending_runs, unmarked
 from axes.algebra.splits import Digits
 from axes.runtime import axis_groups, flags
@@ -163,12 +161,6 @@ def _prepared(
     made = found.least.at(current_world().rank)
     check_dtypes(made, dtype, comm_dtype)
     return Program(ends, made, is_only, dtype, comm_dtype)
-
-
-@functools.lru_cache(maxsize=64)
-def model_of(mesh: Mesh) -> CostModel:
-    """The cost model of a mesh: the default one, with the mesh's own number of ranks per node."""
-    return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)
 
 
 # --- moves, there and back --------------------------------------------------------------------

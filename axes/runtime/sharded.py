@@ -20,15 +20,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.grammar import checked_spec
 from axes.algebra.layout import Layout
 from axes.algebra.logical import Rules, ambient_rules
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.plan import cuts_of
-from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape, written_sizes
 from axes.algebra.specs import marked_sharding, parsed_sharding

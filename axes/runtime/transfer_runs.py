@@ -36,12 +36,12 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
+from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh
 from axes.algebra.page_links import Lists, checked_pages
 from axes.algebra.placements import check_torch_can
 from axes.algebra.transfer_ends import raised_text
 from axes.algebra.transfers import Transfer
-from axes.algebra.universe import Universe
 from axes.runtime import parcels, torch_private
 from axes.runtime.agreement import MissedError, ranks_text
 from axes.runtime.check import collective

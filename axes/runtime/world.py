@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import MeshError, SizeError, shown
-from axes.algebra.layout import Layout
+from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
-from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import (
     Barrier,

@@ -33,7 +33,7 @@ from axes.algebra.errors import AxesError, SizeError
 from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, bytes_text
-from axes.algebra.redistribution import plan as plan_of
+from axes.algebra.plan import plan as plan_of
 from axes.algebra.transfer_ends import names_in_spec
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.show import timeline

@@ -10,10 +10,9 @@ from typing import Any
 
 from axes.algebra.errors import AxesError, SizeError, shown
 from axes.algebra.explanation import Explanation
-from axes.algebra.mesh import Mesh
+from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import dtype_name
-from axes.algebra.scopes import required_mesh
 from axes.algebra.sizes import written_sizes
 from axes.algebra.transfers import Transfer
 from axes.show.operations import explained_operation

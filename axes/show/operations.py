@@ -24,15 +24,14 @@ from axes.algebra.explanation import Explanation, Section
 from axes.algebra.flow import Recipe, gradient, recipe, unmoved
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.grammar import Dim, Spec, TensorExpression, parse_tensor
+from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import sharding_from
-from axes.algebra.plan import bytes_text, itemsize_of, plan, time_text
+from axes.algebra.plan import Step, bytes_text, itemsize_of, plan, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
-from axes.algebra.planning.step import Step
-from axes.algebra.sharding import Sharding, unmarked
+from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_tensor_shape, given_sizes
 from axes.algebra.specs import marked_sharding
-from axes.algebra.universe import Universe
 from axes.ops.global_view import shared_cotangent
 from axes.ops.recipes import BoundRecipe, computed_shapes, local_computation
 from axes.ops.regions import Region, expanded, key_of, region_of_shardings, result_sharding
@@ -40,7 +39,6 @@ from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.gradients import cotangent, on_own_axes, transposed
 from axes.runtime.groups import process_groups
-from axes.runtime.redistribute import model_of
 from axes.show.picture import MOST, of_recipe
 
 Shape = tuple[int, ...]
@@ -222,8 +220,7 @@ def _moved(part: str, source: Sharding, target: Sharding, shape: Shape, dtype: s
     """The steps between two shardings, as the call plans them."""
     if unmoved(source, target, shape):
         return []
-    (source, _), (target, _) = map(unmarked, (source, target))
-    made = plan(source, target, shape, dtype, model_of(source.mesh), source.mesh.rank)
+    made = plan(source, target, shape, dtype=dtype)
     return [Moved(part, step) for step in made.steps]
 
 

@@ -33,8 +33,7 @@ from axes.algebra.chunks import Region, Tile, factor_runs, merged
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import Recipe, unmoved
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, plan
-from axes.algebra.planning.step import Step
+from axes.algebra.plan import Plan, Step, plan
 from axes.algebra.sharding import Sharding, unmarked
 from axes.show.panels import COLORS
 
@@ -246,7 +245,7 @@ def _moved(source: Sharding, target: Sharding, names: Names, found: Recipe, dtyp
         parts = {rank: _own(one.tile(shape, rank), rank) for rank in one.universe.ranks}
         yield Row(str(source), names, shape, parts, _joints(one))
     else:
-        yield from _planned(plan(one, two, shape, dtype), names)
+        yield from _planned(plan(one, two, shape, dtype=dtype), names)
 
 
 def _planned(made: Plan, names: Names) -> Iterator[Row | Between]:

@@ -39,9 +39,8 @@ from dataclasses import replace
 
 from axes.algebra.chunks import Region
 from axes.algebra.errors import MeshError
-from axes.algebra.plan import Plan, bytes_text, itemsize_of, time_text
+from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
-from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
 from axes.show.panels import Board, Cell, Drawing, Head, Listing, Panel, Remark, Room, Sheet
 from axes.show.picture import MOST, arrivals, of_plan

@@ -24,18 +24,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from axes.algebra.ambient import ambient_mesh
 from axes.algebra.cost import CostModel, members_of_node
 from axes.algebra.errors import AxesError
 from axes.algebra.explanation import Explanation, Section
-from axes.algebra.mesh import Mesh
-from axes.algebra.plan import bytes_text, time_text
-from axes.algebra.scopes import checked_mesh
+from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh
+from axes.algebra.plan import bytes_text, model_of, time_text
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import ProcessGroupInfo, current_world, process_groups
 from axes.runtime.places import is_users, listening, parts, place_of_frame, user_place
-from axes.runtime.redistribute import model_of
 from axes.runtime.simulate import simulate
 from axes.runtime.trace import Operation
 from axes.runtime.world import bound_to_job

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import axes
 from axes.algebra.flow import Recipe, gradient, recipe
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, plan
-from axes.algebra.planning.step import Step
+from axes.algebra.plan import Plan, Step
 from axes.algebra.sharding import Sharding
 from axes.runtime.gradients import transposed
 from axes.show.picture import of_recipe
@@ -186,7 +185,7 @@ def local_backward(found: Recipe) -> Iterator[tuple[Plan, str]]:
     for source, target, shape in reversed(found.moves):
         one, two = source.at(shape), target.at(shape)
         arriving, middle, _ = transposed(one, two)
-        made = plan(arriving.named(names_of(source)), middle, shape, DTYPE)
+        made = axes.plan(arriving.named(names_of(source)), middle, shape, dtype=DTYPE)
         yield made, "" if middle.dims == one.dims else "\n  then within zeros: pending"
 
 

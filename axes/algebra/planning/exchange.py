@@ -28,9 +28,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from axes.algebra.chunks import Region, Runs, Tile, all_chunks, factor_runs, intersection, regions, volume
-from axes.algebra.layout import Layout, digits
+from axes.algebra.layout import Layout, Universe, digits
 from axes.algebra.sharding import Sharding, Slots
-from axes.algebra.universe import Universe
 
 
 class Message(NamedTuple):
