@@ -85,22 +85,50 @@ def smallest_chunk(extent: int, sizes: Iterable[int]) -> int:
 def same_chunks(extent: int, one: Sequence[Sequence[Mode]], two: Sequence[Sequence[Mode]]) -> bool:
     """Whether two lists of chunks leave the same of `extent` elements on every rank.
 
-    Each chunk is given by its digits, slowest first, in digits that both lists share.
+    Each chunk is given by its digits, slowest first, in digits that both lists share. The cost doesn't depend on the
+    number of ranks.
 
     >>> a, b = (2, 2), (2, 1)
     >>> [same_chunks(extent, [[a], [b]], [[a, b]]) for extent in (4, 5, 7)]
     [True, False, True]
     """
-    return {*chain(*one)} == {*chain(*two)} and _by_position(extent, one) == _by_position(extent, two)
+    mine, theirs = _varying(extent, one), _varying(extent, two)
+    alike = [digit for digit, *_ in mine] == [digit for digit, *_ in theirs]
+    return alike and {*chain(*one)} == {*chain(*two)} and _agree(extent, mine, theirs)
 
 
-def _by_position(extent: int, chunks: Sequence[Sequence[Mode]]) -> dict[int, tuple[int, int]]:
-    """The pieces that have elements, by the coordinates on all digits, added up in strides."""
-    positions = [0]
-    for size, stride in chain(*chunks):
-        positions = [start + at * stride for start in positions for at in range(size)]
-    pieces = all_chunks(extent, tuple([math.prod([size for size, _ in digits]) for digits in chunks]))
-    return {at: (start, stop) for at, (start, stop) in zip(positions, pieces, strict=True) if start < stop}
+Varying = list[tuple[Mode, int, int]]
+
+
+def _varying(extent: int, chunks: Iterable[Sequence[Mode]]) -> Varying:
+    """The digits in which ranks that have elements differ; all others of these ranks' digits are 0.
+
+    With each how many pieces its chunk has in all, 0 where that is said at a digit before; and how many of them lie
+    between two neighbours along the digit.
+    """
+    found: Varying = []
+    for digits in chunks:
+        below = pieces = said = math.prod([size for size, _ in digits])
+        for digit in digits:
+            below //= digit[0]
+            if extent > below:
+                found.append((digit, said, below))
+                said = 0
+        extent = -(-extent // pieces)
+    return found
+
+
+def _agree(extent: int, one: Varying, two: Varying, lengths: tuple[int, int] = (0, 0)) -> bool:
+    """Whether two lists of digits cut `extent` elements the same. `lengths` are those of the chunks that have begun."""
+    if extent < 2 or not one:
+        return True
+    (_, my_pieces, my_step), (_, their_pieces, their_step) = one[0], two[0]
+    mine = -(-extent // my_pieces) if my_pieces else lengths[0]
+    theirs = -(-extent // their_pieces) if their_pieces else lengths[1]
+    part = min(extent, mine * my_step)
+    if part != min(extent, theirs * their_step):
+        return False
+    return all(_agree(each, one[1:], two[1:], (mine, theirs)) for each in {part, extent % part})
 
 
 @lru_cache(maxsize=4096)
