@@ -1331,7 +1331,9 @@ def compiled(d: Draw) -> None:
         body, whole_body = f"axes.rearrange(x, {expression!r}, mesh={m}" + (", sizes=sizes)" if local else ")"), "X * 1"
     names = "x, sizes" if local else "x"
     p.do("torch._dynamo.reset()")
-    p.do(f"f = torch.compile(lambda {names}: {body} * 2, backend='aot_eager_decomp_partition', fullgraph=True, dynamic={dynamic})")
+    p.do(
+        f"f = torch.compile(lambda {names}: {body} * 2, backend='aot_eager_decomp_partition', fullgraph=True, dynamic={dynamic})"
+    )
     for number, shape in enumerate(shapes):
         p.do(f"X = whole({shape}, {number} + {g}.line)")
         seed = d.seed()
