@@ -58,12 +58,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     if mesh.coordinate is None and mesh.size < mesh.universe.size:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
     with world.lock:
-        groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
-        root = _root(world, mesh.universe, mesh.binding.device_type)
-        modes = [layout.modes for layout in mesh.layouts]
-        here = None if mesh.coordinate is None else tuple(mesh.coordinate.values())
-        own = [groups[name] for name in mesh.axis_names if groups]
-        made = torch_private.device_mesh_over(root, modes, mesh.axis_names, here, own)
+        made = _over_root(world, mesh)
         # torch calls two DeviceMeshes equal that differ in their groups alone.
         found, known = world.meshes.setdefault(made, (made, mesh))
         if any(options_of(known, layout) != options_of(mesh, layout) for layout in mesh.layouts):
@@ -89,6 +84,9 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
         with world.lock:
             mesh = _adopted(world, device_mesh)
             world.meshes[device_mesh] = device_mesh, mesh
+            if mesh.coordinate is not None:
+                # On torch 2.11 one that `_flatten` made isn't equal to one of the same layout.
+                world.meshes[_over_root(world, mesh)] = device_mesh, mesh
     return mesh
 
 
@@ -109,6 +107,16 @@ def _teach_torch() -> None:
     torch_private.gather_by_communicator()
     torch_private.replace_flattening(_flattened)
     checkpoint.install()
+
+
+def _over_root(world: World, mesh: Mesh) -> DeviceMesh:
+    """A new `DeviceMesh` of the axes, with their groups."""
+    groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
+    root = _root(world, mesh.universe, mesh.binding.device_type)
+    modes = [layout.modes for layout in mesh.layouts]
+    here = None if mesh.coordinate is None else tuple(mesh.coordinate.values())
+    own = [groups[name] for name in mesh.axis_names if groups]
+    return torch_private.device_mesh_over(root, modes, mesh.axis_names, here, own)
 
 
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
