@@ -46,7 +46,7 @@ FLOWS = [
     ("b s d -> b s d", torch.cos, (5, 4, 6), "b@dp s@cp d", "_@dp _@cp _", torch.cos),
     ("... d -> ... d", torch.cos, (5, 4, 6), "b@dp s@cp d", "_@dp _@cp _", torch.cos),
     ("b=5 ... -> ... | sum@dp", lambda x: x.sum(0) / 2, (5, 4, 6), "b s@cp d", "_@cp _ | sum@dp", lambda x: x.sum(0)),
-    ("b=8 d -> b@(* tp) d", lambda x: x.tensor_split(2, 0)[axis_index("tp")], (8, 3), "b@dp d", "_@(dp tp) _", torch.clone),
+    ("b@dp d -> b@(dp tp) d", lambda x: x.tensor_split(2, 0)[axis_index("tp")], (8, 3), "b@dp d", "_@(dp tp) _", torch.clone),
     ("s@cp d -> s d", lambda x: all_gather(x, "cp"), (4, 3), "s@cp d@tp", "_ _@tp", torch.clone),
     ("(h d) e -> (h d) e", torch.neg, (8, 3), "n@tp e", "_@tp _", torch.neg),
     ("(three=3 h=4@tp d) e -> (h@tp d) e", lambda w: w.unflatten(0, (3, 2, 2))[0].flatten(0, 1), (24, 5), "(three=3 h=4@tp d) e", "_@tp _", lambda w: w[:8]),
@@ -191,7 +191,7 @@ class Masked(torch.nn.Module):
         return masked(x, self.w, self.v, mask, scale=scale, states=states, loss=loss)
 
 
-NAMED = {"mask": "b@dp s", "scale": "", "results": {"y": "b s d", "states": "b s d", "loss": ""}}
+NAMED = {"mask": "b@dp s", "scale": "", "results": {"y": "b@dp s d", "states": "b@dp s d", "loss": ""}}
 
 
 GIVEN = {"b@dp s d": numbers(4, 3, 4), "b@dp s": numbers(4, 3, seed=1), "": numbers(1, seed=2)[0]}
@@ -225,8 +225,8 @@ def named() -> list[str]:
     wanted = calls(one, one, *GIVEN.values())
     with mesh():
         given = [axes.shard(x, spec) for spec, x in GIVEN.items()]
-        axes.shard_map(axes.shard_module(many, {"w": "d f@tp", "v": "f@tp d"}), "b s d ->", **NAMED)
-        function = shard_map("b s d, d f@tp, f@tp d ->", **NAMED)(masked)
+        axes.shard_map(axes.shard_module(many, {"w": "d f@tp", "v": "f@tp d"}), "b@dp s d ->", **NAMED)
+        function = shard_map("b@dp s d, d f@tp, f@tp d ->", **NAMED)(masked)
         found = {
             "module": calls(many, many, *given),
             "plain shards": calls(many, many, *[x.to_local() for x in given]),
@@ -256,7 +256,7 @@ def test_a_spec_by_name_is_of_what_is_there(pool):
         (lambda x: shard_map(masked, "b s d ->", results="b s d"), "results= are specs by name, like"),
         (lambda x: shard_map(lambda x: x, "b s d ->", results={"y": "b s d"})(x), "the function returned Tensor"),
         (lambda x: shard_map(lambda x: {"z": x}, "b s d ->", results={"y": "b"})(x), "by the name 'z', which results="),
-        (lambda x: shard_map(masked, "b s d -> b s d", mask="b@tp s")(x), "the mesh has no axis 'tp'"),
+        (lambda x: shard_map(masked, "b@dp s d -> b s d", mask="b@tp s d")(x, mask=x), "the mesh has no axis 'tp'"),
         (lambda x: shard_map(lambda x, m=x: x, "b s d -> b s d")(x, m=x), "has its spec by name, shard_map(..., mask="),
     ],
 )

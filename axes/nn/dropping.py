@@ -172,9 +172,9 @@ def _shard(local: tuple[int, ...], spec: str, mesh: Mesh, sizes: Given) -> Local
         raise MeshError(f"{mesh!r} is algebra alone; axes.nn.dropout needs one made with axes.init_mesh(...)")
     if mesh.coordinate is None:
         raise MeshError(f"rank {mesh.rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {spec}")
-    part, _ = read_shard(mesh, spec, local, sizes)
+    part = read_shard(mesh, spec, local, sizes)
     _check_linear(part.sharding)
-    check_share(part, spec, part.even)
+    check_share(part, part.even)
     return part
 
 

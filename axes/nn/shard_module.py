@@ -301,7 +301,7 @@ def _made(entry: _Placed) -> torch.Tensor:
         local = torch.empty(local_shape, dtype=tensor.dtype, device=device_type)
     else:
         local = take_shard(tensor.detach(), sharding).to(device_type)
-    made = dtensor_of(local, sharding, shape, sharding.mesh.device_mesh)
+    made = dtensor_of(local, sharding, shape)
     if not isinstance(tensor, torch.nn.Parameter):
         return made
     parameter = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)

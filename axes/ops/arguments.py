@@ -21,14 +21,14 @@ import inspect
 import numbers
 import types
 from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError, shortened, suggestion
-from axes.algebra.grammar import Dim, Place, Spec, parse_spec
+from axes.algebra.grammar import Spec, parse_spec
 from axes.algebra.sizes import checked_texts
 from axes.ops.regions import read_region
 from axes.runtime import torch_private
@@ -106,13 +106,9 @@ def check_result(passed: Sequence[object], part: Any) -> None:
 
 def check_argument(passed: list[object], part: Any) -> None:
     """Refuse an argument that hides tensors, or that can be looked into once only; note any other in `passed`."""
-    inside: Iterable[Any] = ()
-    if isinstance(part, Mapping):
-        inside = part.values()
-    elif dataclasses.is_dataclass(part):
+    inside: Iterable[Any] = part.values() if isinstance(part, Mapping) else part if isinstance(part, _SETS) else ()
+    if dataclasses.is_dataclass(part):
         inside = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
-    elif isinstance(part, _CONTAINERS):
-        inside = part
     if isinstance(part, _ONCE) or any(isinstance(x, torch.Tensor) for x in inside):
         raise ShardingError(
             f"among the arguments is a value of type {_named(part)}, in which a region can't see tensors; pass them in "
@@ -122,7 +118,7 @@ def check_argument(passed: list[object], part: Any) -> None:
 
 
 _ONCE = (types.GeneratorType, map, filter, zip)
-_CONTAINERS: Any = (set, frozenset, MappingView)
+_SETS: Any = (set, frozenset, MappingView)
 
 
 def _named(part: object) -> str:
@@ -158,16 +154,14 @@ class NamedSpecs:
 
     def of_results(self, expression: str, result: object) -> str:
         """The expression of a call with a spec for each tensor that has come."""
-        if self.results is None:
-            return expression
-        known, names = [name for name, _ in self.results], names_of_tensors(_fields(result))
+        specs, names = dict(self.results or ()), names_of_tensors(_fields(result))
         for name in names:
-            if name not in known:
+            if name not in specs:
                 raise ShardingError(
                     f"the function returned tensors by the name {shortened(name)}, which results= doesn't have"
-                    f"{suggestion(name, known)}; give them a spec"
+                    f"{suggestion(name, specs)}; give them a spec"
                 )
-        return _of_results(expression, tuple(known), tuple(names))
+        return f"{expression.partition('->')[0]}-> {', '.join([specs[name] for name in names])}"
 
 
 def named_specs(
@@ -229,36 +223,9 @@ def _fields(result: object) -> Iterable[tuple[str, object]]:
 
 @read_once
 def _of_call(expression: str, arguments: Texts, results: Texts | None, names: tuple[str, ...]) -> str:
-    """`names`: of each tensor that is passed, the name under which its spec is; nothing where it is on the left side.
-
-    A name that a spec of an argument splits is split so where the expression leaves it open, whatever is passed.
-    """
-    left = expression.partition("->")[0]
-    reading = read_region(expression if results is None else f"{left} -> {', '.join(text for _, text in results)}")
-    named = {name: parse_spec(text) for name, text in arguments}
-    factors = [dim.factors[0] for spec in named.values() for dim in spec.dims if not dim.grouped]
-    places = {f.name: f.place for f in factors if f.place is not None and f.name not in reading.explicit}
-    own = iter([] if reading.inputs == (Spec(()),) and "" not in names else reading.inputs)
-    specs = [named[name] if name else next(own, None) for name in names]
-    inputs = [_split_as(spec, places) for spec in (*specs, *own) if spec is not None]
-    outputs = [_split_as(spec, places) for spec in reading.outputs]
-    return f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
-
-
-def _split_as(spec: Spec, places: Mapping[str | None, Place]) -> Spec:
-    """The spec with these places of names that it leaves open."""
-
-    def split(dim: Dim) -> Dim:
-        factor = dim.factors[0]
-        if dim.grouped or factor.place is not None or factor.name not in places:
-            return dim
-        return replace(dim, factors=(replace(factor, place=places[factor.name]),))
-
-    return replace(spec, dims=tuple(map(split, spec.dims)))
-
-
-@read_once
-def _of_results(expression: str, names: tuple[str, ...], found: tuple[str, ...]) -> str:
-    """`names`: of the results right of the arrow. `found`: of each tensor that has come."""
-    specs = dict(zip(names, read_region(expression).outputs, strict=False))
-    return f"{expression.partition('->')[0]}-> {', '.join(str(specs[name]) for name in found)}"
+    """`names`: of each tensor that is passed, under which its spec is; nothing where that is on the left side."""
+    left, _, right = expression.partition("->")
+    named, own = dict(arguments), iter(left.split(",") if left.strip() or "" in names else ())
+    found = [named[name] if name else next(own, None) for name in names]
+    inputs = ", ".join([spec for spec in (*found, *own) if spec is not None])
+    return f"{inputs} -> {right if results is None else ', '.join([spec for _, spec in results])}"

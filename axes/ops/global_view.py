@@ -222,9 +222,8 @@ def _on_shards(made: BoundRecipe, x: DTensor) -> DTensor:
     value = local.run(shard)
     if _are_one(value, shard):
         value = value.clone()
-    spec = _spec_around(made, value)
-    stride = tuple(spec.tensor_meta.stride)
-    return enter_global(value, spec.mesh, spec.placements, spec.shape, counted_result, changes, stride)
+    shape = made.whole.whole(made.recipe.result.groups)
+    return enter_global(value, made.device_mesh, made.placements, shape, counted_result, changes)
 
 
 @_per_program

@@ -11,8 +11,7 @@ While a module of the region runs, its parameters' places hold the shards. Once 
 asked again when they are called with plain tensors: `fully_shard` puts its parameters there just before, and a
 checkpoint calls its module once more in backward, after the region has ended.
 
-Plain shards that need no gradient, as in generation, go in and come out without ever being DTensors; their shapes are
-checked all the same.
+Plain shards, as in generation, go in as the DTensors that the left side declares, and come out as shards.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,16 +29,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.errors import ShardingError
 from axes.algebra.grammar import Spec
-from axes.algebra.layout import Layout, Universe, digits
-from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh, use_mesh
+from axes.algebra.layout import Layout, Universe, common_digits
+from axes.algebra.mesh import Mesh, required_mesh, use_mesh
 from axes.ops.arguments import NamedSpecs, are_plain, taken_apart
 from axes.ops.regions import read_region
 from axes.runtime import torch_private
-from axes.runtime.border import counted_as_same, leave_global, leave_together
+from axes.runtime.border import counted_as_same, leave_global
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import resolve_at_leaf, used
+from axes.runtime.leaves import used
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_transforms
 
@@ -59,33 +58,33 @@ class RegionCall(NamedTuple):
 class ModuleFunction:
     """What a region runs of a module: its `forward`, with shards in the places of its parameters.
 
-    same: the axes that are `same`. home: the mesh of the region's tensors, each of whose ranks has a summand of a
-    gradient. What it uses that isn't an argument is noted as it is met. own: leaves that are plain, as `fully_shard`
-    puts parameters in. shards: DTensors, each with its shard.
+    mesh: where names are looked up. home: that of the region's tensors, each of whose ranks has a summand of a
+    gradient. shards: the DTensors that it has met, each with its shard.
     """
 
     module: torch.nn.Module
     forward: Callable[..., Any]
     call: RegionCall
-    same: tuple[Layout, ...] = ()
+    mesh: Mesh | None = None
     home: Mesh | None = None
-    own: list[torch.Tensor] = field(default_factory=list)
     shards: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
+
+    @functools.cached_property
+    def same(self) -> tuple[Layout, ...]:
+        """The axes along which every rank has a whole gradient."""
+        return _same_on_the_left(self.call.expression, self.mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results for these shards."""
         state: _State = self.module.__dict__[_STATE]
-        shared = state.shared
-        with shared.lock:
-            shared.mesh = ambient_mesh()
-            self.same = _same_on_the_left(self.call.expression, shared.mesh)
-            shared.ran = self.call, self.same, self.home
+        with state.shared.lock:
+            state.shared.ran = self.call, self.mesh, self.home
             if torch.is_grad_enabled() and not state.hooked:
                 _hook(self.module)
             _stack.regions.append(self)
             places: _Places = []
             try:
-                places = _enter(self.module, self)
+                _enter(self.module, self, places)
                 return self.forward(*args, **kwargs)
             finally:
                 _stack.regions.pop()
@@ -93,23 +92,18 @@ class ModuleFunction:
 
     def tensors(self) -> list[torch.Tensor]:
         """This rank's shards of the module's parameters and buffers, as they are now."""
-        places = [there for each in self.module.modules() for there in (each._parameters, each._buffers)]
-        found = [x for there in places for x in there.values() if x is not None]
+        found = (*self.module.parameters(), *self.module.buffers())
         return [torch_private.local_of(x) if isinstance(x, DTensor) else x for x in found]
 
 
 class _Shared:
-    """What the modules of a region share: in which ambient mesh it ran last, and how; and a lock, since one thread at a
-    time has its shards in the parameters' places. A copy of the modules has one of its own.
+    """What the modules of a region share: how it ran last, and a lock, since one thread at a time has its shards in the
+    parameters' places. A copy of the modules has one of its own.
     """
 
     def __init__(self) -> None:
-        self.mesh: Mesh | None = None
-        self.ran: tuple[RegionCall, tuple[Layout, ...], Mesh | None] = RegionCall(""), (), None
+        self.ran: tuple[RegionCall, Mesh | None, Mesh | None] = RegionCall(""), None, None
         self.lock = threading.RLock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
-        return _Shared()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Shared, ()
@@ -120,13 +114,13 @@ class _State:
     """What a module in a region keeps.
 
     call: what `shard_map` was told, of the region's own module. scopes: of the calls that run, each with what it has to
-    undo. asks: for its shards when it is called. hooked: of the region's own module, those inside ask.
+    undo. hooks: those that ask for its shards when it is called. hooked: of the region's own module, those inside ask.
     """
 
     shared: _Shared
     call: RegionCall | None = None
     scopes: list[contextlib.ExitStack] = field(default_factory=list)
-    asks: bool = False
+    hooks: list[RemovableHandle] = field(default_factory=list)
     hooked: bool = False
 
 
@@ -178,11 +172,12 @@ def _hook(module: torch.nn.Module) -> None:
         after = RemovableHandle.next_id
         for inner in module.modules():
             state = inner.__dict__.setdefault(_STATE, _State(own.shared))  # of one put in since, as by a checkpoint
-            if inner is not module and not state.asks:
-                state.asks, RemovableHandle.next_id = True, _HOOK_NUMBER
-                first = not isinstance(inner, FSDPModule)
-                inner.register_forward_pre_hook(_enter_inner, with_kwargs=True, prepend=first)
-                inner.register_forward_hook(_leave_inner, prepend=True, always_call=True)
+            if inner is not module and not state.hooks:
+                RemovableHandle.next_id, first = _HOOK_NUMBER, not isinstance(inner, FSDPModule)
+                state.hooks = [
+                    inner.register_forward_pre_hook(_enter_inner, with_kwargs=True, prepend=first),
+                    inner.register_forward_hook(_leave_inner, prepend=True, always_call=True),
+                ]
         RemovableHandle.next_id = after
     own.hooked = True
 
@@ -198,16 +193,13 @@ def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
     found = {}
     for name, each in module.named_modules():
         state: _State | None = each.__dict__.pop(_STATE, None)
+        for hook in () if state is None else state.hooks:
+            hook.remove()
         if state is not None and state.call is not None:
             found[name] = state.call.expression, state.call.named
             own = each.__dict__.pop("forward").__wrapped__
             if own != each.forward:  # one that the module had, and not its class
                 each.forward = own
-        for hooks, own in ((each._forward_pre_hooks, _enter_inner), (each._forward_hooks, _leave_inner)):
-            for number in [number for number, hook in hooks.items() if hook is own]:
-                del hooks[number]
-                each._forward_pre_hooks_with_kwargs.pop(number, None)
-                each._forward_hooks_always_called.pop(number, None)
     return found
 
 
@@ -224,17 +216,16 @@ def _forward(
         return run(ModuleFunction(module, own, call), call, args, kwargs)
     # A region inside a region: its shards are those of the region around it, and so is what a gradient means.
     outer = _stack.regions[-1]
-    names = mesh or ambient_mesh()
-    same = _same_on_the_left(expression, names)
-    if {*same} != {*outer.same}:
-        called = str if names is None else names.called
-        mine, theirs = (" ".join(map(called, layouts)) or "no axis" for layouts in (same, outer.same))
+    names = required_mesh(mesh, f"shard_map '{expression}'")
+    inner = replace(outer, module=module, forward=own, call=call, mesh=names)
+    if {*inner.same} != {*outer.same}:
+        mine, theirs = (" ".join(map(names.called, each.same)) or "no axis" for each in (inner, outer))
         raise ShardingError(
             f"a region inside a region: its inputs are the same over {mine}, those of the region around it over "
             f"{theirs}; write same@ in both or in neither\n  in  shard_map '{expression}'"
         )
-    with use_mesh(required_mesh(mesh, f"shard_map '{expression}'")):
-        return replace(outer, module=module, forward=own, call=call)(*args, **kwargs)
+    with use_mesh(names):
+        return inner(*args, **kwargs)
 
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
@@ -267,9 +258,9 @@ _Places = list[tuple[dict[str, Any], str, DTensor, torch.Tensor]]
 """Where a shard was put: the module's parameters or buffers, the name, what was there, and the shard."""
 
 
-def _enter(module: torch.nn.Module, region: ModuleFunction) -> _Places:
-    """Put shards in the places of DTensors; returns what was there. A tied parameter has one shard."""
-    found: list[tuple[dict[str, Any], str, DTensor]] = []
+def _enter(module: torch.nn.Module, region: ModuleFunction, places: _Places) -> None:
+    """Put shards in the places of DTensors, and note in `places` what was there. A tied parameter has one shard."""
+    shards: dict[int, torch.Tensor] = {}
     has_gradients = torch.is_grad_enabled()
     for holder in _held(module):
         for there in (holder._parameters, holder._buffers):
@@ -281,23 +272,17 @@ def _enter(module: torch.nn.Module, region: ModuleFunction) -> _Places:
                         f"'{_path(module, x)}' has no values, it is on the device meta; axes.shard_module(module, ...) "
                         "makes what was made there, each rank its shards"
                     )
-                if isinstance(x, DTensor):
-                    found.append((there, name, x))
-                elif torch_private.reduced_by_fsdp(x):
-                    if not (x.requires_grad and x.is_leaf):
-                        continue
-                    region.own.append(x)
-                elif name in holder.__dict__.get(_SHARDED, ()) and len(_stack.regions) == 1:
-                    raise _replaced(module, holder, name, x)
-                elif _stack.regions or not (x.requires_grad and x.is_leaf):
-                    continue  # check_closed refuses it; but a checkpoint's second run isn't in the graph that it sees
-                if x.requires_grad and has_gradients:
+                if not isinstance(x, DTensor) and not torch_private.reduced_by_fsdp(x):
+                    if name in holder.__dict__.get(_SHARDED, ()) and len(_stack.regions) == 1:
+                        raise _replaced(module, holder, name, x)
+                    if _stack.regions:
+                        continue  # check_closed refuses it; but it doesn't see the graph of a checkpoint's second run
+                if x.requires_grad and has_gradients and (x.is_leaf or isinstance(x, DTensor)):
                     _check_summed(module, x, region)
-    shards = _shards({id(x): x for _, _, x in found}.values(), region)
-    places = [(there, name, x, shards[id(x)]) for there, name, x in found]
-    for there, name, _, shard in places:
-        there[name] = shard
-    return places
+                if isinstance(x, DTensor):
+                    shard = shards[id(x)] if id(x) in shards else _left(x, region)
+                    shards[id(x)] = there[name] = shard
+                    places.append((there, name, x, shard))
 
 
 def _path(module: torch.nn.Module, x: torch.Tensor) -> str:
@@ -332,13 +317,10 @@ def _not_summed(mesh: Mesh, same: tuple[Layout, ...], *device_meshes: Any) -> tu
     over = [each for each in device_meshes if each is not None]
     if any(Universe.of(torch_private.root_ranks(each)) != mesh.universe for each in over):
         return ()  # one of other ranks, of whose axes nothing is known here
-    there = [Layout.of(modes) for each in over for modes in torch_private.dims_of(each)]
-    try:
-        wanted, *summed = digits(mesh.layout_of_all, *there, *same)
-    except MeshError:  # they cut the ranks in other places
-        wanted, summed = mesh.layout_of_all.modes, []
-    missing = Layout.of(digit for digit in wanted if not any(digit in each for each in summed))
-    return tuple([name for name, layout in mesh.axes.items() if layout.overlaps(missing)])
+    summed = [*same, *[Layout.of(modes) for each in over for modes in torch_private.dims_of(each)]]
+    found = common_digits((*mesh.layouts, *summed)) or {}  # none where they cut the ranks in other places
+    digits = {digit for layout in summed for digit in found.get(layout, ())}
+    return tuple([name for name, layout in mesh.axes.items() if not digits.issuperset(found.get(layout, layout.modes))])
 
 
 def note_sharded(holder: torch.nn.Module, name: str, spec: str) -> None:
@@ -392,34 +374,21 @@ def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
             seen.add(id(child))
             if not isinstance(child, FSDPModule):
                 found.append(child)
-            elif (state := _state(child)) is None or not state.asks:
+            elif (state := _state(child)) is None or not state.hooks:
                 _hook(module)
     return found
 
 
-def _shards(xs: Iterable[DTensor], region: ModuleFunction) -> dict[int, torch.Tensor]:
-    """This rank's shards of parameters, by their ids; a gradient is a summand, or whole along axes that are `same`.
-
-    Gradients of what `fully_shard` has gathered go on together, as it reduces them; others one by one, so that one is
-    sent while the next is computed.
-    """
-    shards: dict[int, torch.Tensor] = {}
-    gathered: list[DTensor] = []
-    for x in xs:
-        needed = x.requires_grad and torch.is_grad_enabled()
-        if needed and torch_private.reduced_by_fsdp(x) is not None:
-            gathered.append(x)
-            # fully_shard adds up copies by itself, but with an operation on DTensors for each parameter.
-            if any(placement.is_replicate() for placement in torch_private.spec_of(x).placements):
-                resolve_at_leaf(x)
-        else:
-            counted = _counted_same(torch_private.spec_of(x), region.same) if needed else None
-            shards[id(x)] = leave_global(used(x), counted)
-            region.shards.append((x, shards[id(x)]))
-    if gathered:
-        left = leave_together(gathered, [_counted_same(torch_private.spec_of(x), region.same) for x in gathered])
-        shards.update(zip(map(id, gathered), left, strict=True))
-    return shards
+def _left(x: DTensor, region: ModuleFunction) -> torch.Tensor:
+    """This rank's shard of a parameter or buffer; its gradient is a summand, or whole along axes that are `same`."""
+    spec, gathered = torch_private.spec_of(x), torch_private.reduced_by_fsdp(x) is not None
+    counted = _counted_same(spec, region.same) if x.requires_grad and torch.is_grad_enabled() else None
+    # fully_shard adds up copies by itself, but with an operation on DTensors for each parameter.
+    own = not gathered or any(placement.is_replicate() for placement in spec.placements)
+    shard = leave_global(used(x) if own else x, counted)
+    if not gathered:  # what it has gathered it writes anew
+        region.shards.append((x, shard))
+    return shard
 
 
 @of_world(1024)
@@ -466,11 +435,13 @@ def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     state.scopes.append(scope)  # before errors: _leave_called follows them
     if again:
         scope.enter_context(state.shared.lock)
-        if state.shared.mesh is not None:
-            scope.enter_context(use_mesh(state.shared.mesh))
+    ran = ModuleFunction(module, module.forward, *state.shared.ran)
+    if again and ran.mesh is not None:
+        scope.enter_context(use_mesh(ran.mesh))
     if again or isinstance(module, FSDPModule):
-        ran = ModuleFunction(module, module.forward, *state.shared.ran)
-        scope.callback(_restore, _enter(module, _stack.regions[-1] if _stack.regions else ran))
+        places: _Places = []
+        scope.callback(_restore, places)
+        _enter(module, _stack.regions[-1] if _stack.regions else ran, places)
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:

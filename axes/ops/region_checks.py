@@ -1,91 +1,24 @@
-"""What a region is checked for: a tensor that it uses and isn't given, and, with `check=True`, claims that aren't true.
-
-A function that closes over a tensor gives this rank's summand of its gradient, where one device would give the whole.
-"""
+"""What `check=True` compares: values that a region says are the same on all ranks of an axis, and their gradients."""
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
 from axes.ops.regions import Region
-from axes.runtime import torch_private
 from axes.runtime.axis_groups import AxisGroup, broadcast, gathered_values, group_along
 from axes.runtime.check import waited
 from axes.runtime.groups import current_world
-from axes.runtime.linear import NODE
 
 Function = Callable[..., Any]
 Check = bool | float
 """Whether ranks compare what claims to be replicated; a number is a tolerance."""
-
-
-# --- tensors that aren't arguments
-
-_REQUIRES_GRAD, _NODE = operator.attrgetter("requires_grad"), operator.attrgetter("node")
-
-
-def check_closed(
-    results: Sequence[torch.Tensor], module: torch.nn.Module | None = None, own: Sequence[torch.Tensor] = ()
-) -> bool:
-    """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument; returns
-    whether there are gradients.
-
-    Its gradient would be this rank's summand. The graph is walked back from the results to where the arguments came in,
-    at each call, since what a function closes over may need a gradient from one call to the next; a node costs a third
-    of a microsecond. `own` are leaves that may be used.
-    """
-    needed = list(filter(_REQUIRES_GRAD, results)) if torch.is_grad_enabled() else []
-    ahead: list[Any] = list(map(_NODE, map(get_gradient_edge, needed)))
-    seen = set(ahead)
-    to_local = torch_private.TO_LOCAL
-    while ahead:
-        node = ahead.pop()
-        border = node.border if type(node) is NODE else None
-        if border == "argument" or (type(node) is to_local and torch_private.says_its_gradient(node)):
-            continue
-        if border == "result":
-            raise _closed_over(None, module)
-        nearer = node.next_functions
-        if not nearer and (leaf := getattr(node, "variable", None)) is not None:
-            if any(leaf is each for each in own):
-                continue
-            raise _closed_over(leaf, module)
-        for below, _ in nearer:
-            if below is not None and below not in seen:
-                seen.add(below)
-                ahead.append(below)
-    return bool(needed)
-
-
-def _closed_over(leaf: torch.Tensor | None, module: torch.nn.Module | None) -> ShardingError:
-    which = "a result of another region" if leaf is None else f"{list(leaf.shape)} {leaf.dtype}"
-    names = [] if module is None else [name for name, x in module.named_parameters() if x is leaf]
-    if names:
-        spec = " ".join("ijklmnop"[: module.get_parameter(names[0]).ndim])  # type: ignore[union-attr]
-        which, told = f"{names[0]}, {which}", f"{{'{names[0]}': '{spec}', ...}}"
-        advice = f"make its parameters DTensors before: axes.shard_module(module, {told}, mesh=mesh)"
-    else:
-        advice = (
-            "pass it as an argument, with its spec on the left, as axes.from_local(x, spec, grad='summed') or "
-            "axes.shard(x, spec); or use its detach(), also of what the function makes itself"
-        )
-    return ShardingError(
-        f"the {'module' if module else 'function'} uses a tensor that needs a gradient and isn't an argument: {which}; "
-        f"what came would be this rank's summand of its gradient\n{advice}"
-    )
-
-
-# --- what claims to be the same on all ranks
 
 _COMPARISON = "a comparison of what is the same on all ranks"
 
@@ -113,18 +46,16 @@ def check_outputs(region: Region, outputs: Sequence[DTensor], check: Check) -> N
 def check_gradients(region: Region, shards: Sequence[torch.Tensor], check: Check) -> None:
     """Compares, in backward, gradients that every rank has the same: of pending tensors, and where it is said."""
     for place, (shard, each) in enumerate(zip(shards, region.inputs, strict=True)):
-        pending = tuple(layout for _, layout in each.sharding.pending)
-        for what, axes in (("pending", pending), ("'same'", each.same)):
-            if axes and shard.requires_grad:
-                mesh = each.sharding.mesh
-                label, names = f"the gradient of tensor {place}, which is {what},", mesh.made_of(axes)
-                shard.register_hook(functools.partial(_check_gradient, region, check, label, mesh, names or ()))
+        pending, mesh = tuple([layout for _, layout in each.sharding.pending]), each.sharding.mesh
+        for what, layouts in (("pending", pending), ("'same'", each.same)):
+            if layouts and shard.requires_grad:
+                label, axes = f"the gradient of tensor {place}, which is {what},", mesh.made_of(layouts) or ()
+                told = [(label, mesh, axis) for axis in axes]
 
+                def compare(g: torch.Tensor, told: Any = told) -> None:
+                    _compare(region, check, [Claim(label, g, mesh, axis) for label, mesh, axis in told])
 
-def _check_gradient(
-    region: Region, check: Check, label: str, mesh: Mesh, names: Sequence[str], gradient: torch.Tensor
-) -> None:
-    _compare(region, check, [Claim(label, gradient, mesh, name) for name in names])
+                shard.register_hook(compare)
 
 
 def _claims(mesh: Mesh, label: str, x: DTensor) -> list[Claim]:
@@ -151,9 +82,9 @@ def _compare(region: Region, check: Check, claims: Sequence[Claim]) -> None:
             found.append(_deviation(claim.x, _of_first(claim.x, group_along(claim.mesh, claim.axis))))
         else:
             found.append(None if kinds[mesh.rank][at] == kinds[line[0]][at] else (math.inf, math.inf))
-    tolerance, said, axes = 0.0 if check is True else check, "", []
+    said, axes = "", []
     for claim, each in zip(claims, zip(*gathered_values(found, _COMPARISON, everyone), strict=True), strict=True):
-        off = {rank: of for rank, of in zip(ranks, each, strict=True) if of and not _within(tolerance, *of)}
+        off = {rank: of for rank, of in zip(ranks, each, strict=True) if of and (check is True or _is_off(check, *of))}
         if off:
             axes.append(claim.axis)
             much = _much(*map(max, zip(*off.values(), strict=True)))
@@ -168,8 +99,8 @@ def _compare(region: Region, check: Check, claims: Sequence[Claim]) -> None:
         )
 
 
-def _within(tolerance: float, most: float, scale: float) -> bool:
-    return tolerance > 0 and most <= tolerance * min(scale, 1e300)
+def _is_off(tolerance: float, most: float, scale: float) -> bool:
+    return most > tolerance * min(scale, 1e300)
 
 
 def _much(most: float, scale: float) -> str:

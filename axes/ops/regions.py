@@ -3,8 +3,8 @@
 With what the tensors that go in know of themselves it is a `Region`, and with the shapes that the
 function has returned on this rank it says how the results lie:
 
-    region = region_of(requested("shard_map", "b@dp s d, d f@tp -> b@dp s f@tp", "", mesh), specs)
-    parts, found = results_of(region, ((2, 8, 16),))   # how results lie, their placements and global shapes
+    region = region_of("b@dp s d, d f@tp -> b@dp s f@tp", mesh, True, specs)
+    parts = result_parts(region, ((2, 8, 16),), region.sizes)     # how results lie, what is known of their shapes
 
 All of it is found from a few values that can be hashed, and remembered. Nothing here runs anything.
 """
@@ -16,23 +16,21 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.grammar import Dim, Factor, Spec, check_different, dim_places, has_dots, parse_tensor
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.placements import check_axes_are_whole, check_torch_can
+from axes.algebra.placements import check_axes_are_whole
 from axes.algebra.sharding import Sharding, Slot, Slots, same_cuts, slots_text
 from axes.algebra.specs import marked_sharding
-from axes.ops.request import Request
-from axes.runtime.border import counted_as_same as _counted
+from axes.runtime.border import counted_as_same
 from axes.runtime.groups import current_world, of_world
-from axes.runtime.shards import LocalPart
-from axes.runtime.symbols import are_equal, fixed, hints, spec_at, varying
+from axes.runtime.shards import LocalPart, placements_of
+from axes.runtime.symbols import hints, spec_at, varying
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 
 Axes = tuple[Layout, ...]
@@ -41,13 +39,16 @@ Shape = tuple[Any, ...]
 Held = Any
 """What is known of a DTensor: torch's `DTensorSpec` of it."""
 
+Asked = tuple[str, Mesh | None, bool]
+"""What a call asks for: its expression, and where its names are looked up, a mesh that is given or ambient."""
+
 
 # reading
 
 
 @dataclass(frozen=True, eq=False)
 class RegionExpression:
-    """An expression, and which of its names are explicit: those with an `@` that isn't relative."""
+    """An expression, and which of its names are explicit: those with an `@` anywhere."""
 
     text: str
     inputs: tuple[Spec, ...]
@@ -61,28 +62,24 @@ def read_region(text: str) -> RegionExpression:
     tree = parse_tensor(text)
     if tree.results is None:
         raise ExpressionError("a region says what goes in and what comes out, 'b@dp s -> b@dp s'", text, 0, len(text))
-    relative: set[str | None] = set()
     explicit: set[str | None] = set()
     for spec in (*tree.operands, *tree.results):
         check_different(text, spec)
+        places = [(place.names, place.span) for dim in spec.dims for place in dim_places(dim)]
+        places += [((each.op,), each.span) for each in spec.pending or ()]
+        for names, span in places:
+            if "*" in names:
+                raise ExpressionError(
+                    "a region has no '*': a name without '@' keeps the split that it has; of others write the axes, "
+                    "and what is pending, '| sum@tp'",
+                    text,
+                    *span,
+                )
         for dim in spec.dims:
             if has_dots(dim) and str(dim) != "...":
                 raise ExpressionError("'...' in a region flows; name the dim that is split or grouped", text, *dim.span)
-            if not _is_relative(dim):
-                explicit.update(f.name for f in dim.factors if dim.place is not None or f.place is not None)
-            elif dim.grouped or dim.factors[0].name in (None, "_", "..."):
-                raise ExpressionError("'*' in a region stands for the split that a name has", text, *dim.span)
-            else:
-                relative.add(dim.factors[0].name)
-    for dim in (dim for spec in tree.operands for dim in spec.dims):
-        if _is_relative(dim) and str(dim.factors[0].place) != "*":
-            raise ExpressionError("left of '->' in a region '*' stands alone: it is the whole split", text, *dim.span)
-    return RegionExpression(text, tree.operands, tree.results, frozenset(explicit - relative))
-
-
-def _is_relative(dim: Dim) -> bool:
-    """Whether `*`, the split that the dim has, is part of its place."""
-    return any("*" in place.names for place in dim_places(dim))
+            explicit.update(f.name for f in dim.factors if dim.place is not None or f.place is not None)
+    return RegionExpression(text, tree.operands, tree.results, frozenset(explicit))
 
 
 def flows(reading: RegionExpression, dim: Dim) -> bool:
@@ -165,14 +162,12 @@ class RegionInput:
 
 
 @of_world(1024)
-def region_of(request: Request, specs: tuple[Held, ...], alone: bool = False) -> Region:
-    """The region that is asked for, of tensors with these `DTensorSpec`s. `alone` is as in `Region`."""
-    with about(request.text):
-        ends = [(sharding_of_spec(each), tuple(each.shape), each.placements) for each in specs]
-        mesh = request.mesh
-        if mesh is not None and mesh._view is not None:  # meshes that ranks see differently are equal
-            mesh = mesh.at(current_world().rank)
-        found = _made(request.text, mesh, request.given, ends, alone)
+def region_of(text: str, mesh: Mesh | None, given: bool, specs: tuple[Held, ...], alone: bool = False) -> Region:
+    """The region of tensors with these `DTensorSpec`s. `mesh`: where the caller looks names up, passed or ambient."""
+    if mesh is not None and mesh.rank != current_world().rank:  # equal to one that is seen from here, and found for it
+        mesh = mesh.at(current_world().rank)
+    ends = [(sharding_of_spec(each), tuple(each.shape), each.placements) for each in specs]
+    found = _made(text, mesh, given, ends, alone)
     own = [each.mesh for each, (sharding, *_) in zip(specs, ends, strict=True) if sharding.mesh == found.home]
     return replace(found, device_mesh=own[0] if own else found.home.device_mesh)
 
@@ -185,34 +180,31 @@ def region_of_shardings(expression: str, mesh: Mesh, shardings: Sequence[Shardin
 
 
 def _made(
-    text: str, mesh: Mesh | None, is_given: bool, ends: Sequence[tuple[Sharding, Shape, Placements]], alone: bool
+    text: str, mesh: Mesh | None, given: bool, ends: Sequence[tuple[Sharding, Shape, Placements]], alone: bool
 ) -> Region:
     reading = read_region(text)
     check_count("the function is called with", len(ends), reading.inputs, "left")
     home = _home([sharding.mesh for sharding, *_ in ends])
-    names = _mesh_of_names(mesh, is_given, home)
+    names = _mesh_of_names(mesh, given, home)
     home = names if home is None else home
     if home.coordinate is None:
         raise MeshError(f"rank {home.rank} isn't one of the ranks of {home!r}; only they run a region on it")
     pairs = enumerate(zip(reading.inputs, ends, strict=False))
     dims = [expanded(spec, len(shape), f"tensor {place}") for place, (spec, (_, shape, _)) in pairs]
     sizes, splits = _sizes(reading, dims, [shape for _, shape, _ in ends]), dict[str, Slots]()
-    inputs = tuple(
-        [_input(reading, names, place, *each, sizes) for place, each in enumerate(zip(dims, ends, strict=True))]
-    )
+    inputs = [_input(reading, names, place, *each, sizes) for place, each in enumerate(zip(dims, ends, strict=True))]
     for each in inputs:
         _take_over(splits, reading, each)
-    region = Region(reading, names, home, None, splits, sizes, inputs, alone)
+    region = Region(reading, names, home, None, splits, sizes, tuple(inputs), alone)
     for spec in reading.outputs:
         # What can't be is an error before the function runs and sends anything.
         result_sharding(region, spec, [dim for dim in spec.dims if not has_dots(dim)])
     return region
 
 
-def mesh_of_names(request: Request, device_meshes: Sequence[Any]) -> Mesh:
+def mesh_of_names(mesh: Mesh | None, given: bool, device_meshes: Sequence[Any]) -> Mesh:
     """Where the names of a region are looked up, by the meshes that the tensors lie on."""
-    home = _home([Mesh.from_device_mesh(each) for each in device_meshes])
-    return _mesh_of_names(request.mesh, request.given, home)
+    return _mesh_of_names(mesh, given, _home([Mesh.from_device_mesh(each) for each in device_meshes]))
 
 
 def _home(meshes: Sequence[Mesh]) -> Mesh | None:
@@ -230,30 +222,26 @@ def _home(meshes: Sequence[Mesh]) -> Mesh | None:
 
 
 def _mesh_of_names(mesh: Mesh | None, is_given: bool, home: Mesh | None) -> Mesh:
-    if home is None:
-        if mesh is None:
-            raise MeshError("a region without tensors needs a mesh: pass mesh=..., or call it inside `with mesh:`")
-        return mesh
-    if mesh is not None and mesh.universe == home.universe:
-        return mesh
-    if is_given:
+    found = mesh if home is None or (mesh is not None and mesh.universe == home.universe) else home
+    if found is None:
+        raise MeshError("a region without tensors needs a mesh: pass mesh=..., or call it inside `with mesh:`")
+    if is_given and found is not mesh:
         raise MeshError(f"mesh= is over other ranks than the tensors: {mesh!r} and {home!r}")
-    return home
+    return found
 
 
 def _sizes(reading: RegionExpression, inputs: Sequence[list[Dim]], shapes: Sequence[Shape]) -> dict[str, int]:
     """The global size of every name that is a dim of a tensor, or whose size is written."""
-    specs = (*reading.inputs, *reading.outputs)
-    seen = [(f.name, f.size) for spec in specs for dim in spec.dims for f in dim.factors if f.size is not None]
-    for dims, shape in zip(inputs, shapes, strict=True):
-        for dim, extent in zip(dims, shape, strict=True):
-            seen.append((key_of(dim), extent))
-            if not dim.grouped and dim.factors[0].name is None and dim.factors[0].size != extent:
-                raise SizeError(f"a dim of {list(shape)} is written as {dim}, and has {extent} elements")
+    every = [dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims]
+    pairs = [pair for each in zip(inputs, shapes, strict=True) for pair in zip(*each, strict=True)]
+    seen = [(f.name, f.size) for dim in every for f in dim.factors] + [(key_of(dim), size) for dim, size in pairs]
     found: dict[str, int] = {}
     for name, size in seen:
         if name is not None and size is not None and found.setdefault(name, size) != size:
             raise SizeError(f"'{name}' has two sizes, {found[name]} and {size}")
+    for dim, size in pairs:
+        if not dim.grouped and dim.factors[0].name is None and dim.factors[0].size != size:
+            raise SizeError(f"a dim is written as {dim}, and has {size} elements")
     return found
 
 
@@ -267,13 +255,12 @@ def _input(
 ) -> RegionInput:
     """A tensor that goes in. Refuses one that isn't sharded as the left side says, and a spec that none can have."""
     spec, (actual, shape, placements) = reading.inputs[place], end
-    said = {at: dim for at, dim in enumerate(dims) if not (flows(reading, dim) or _is_relative(dim))}
+    said = {at: dim for at, dim in enumerate(dims) if not flows(reading, dim)}
     wanted, same = _marked(names, spec, list(said.values()), sizes)
-    is_open = any(pending.op == "*" for pending in spec.pending or ())
-    held = Sharding(actual.mesh, tuple([actual.dims[at] for at in said]), () if is_open else actual.pending)
+    held = Sharding(actual.mesh, tuple([actual.dims[at] for at in said]), actual.pending)
     overlap = any(layout.overlaps(used) for layout in same for used in actual.used)
     if not overlap and wanted.is_equivalent(held, [shape[at] for at in said]):
-        return RegionInput(dims, actual, shape, _counted(actual.mesh, placements, same), same)
+        return RegionInput(dims, actual, shape, counted_as_same(actual.mesh, placements, same), same)
     pendings = [str(p) for p in spec.pending or () if p.op != "same"]
     texts = [f"{'_' if has_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in dims]
     target = " ".join([*texts, *(["|"] if pendings else []), *pendings])
@@ -292,7 +279,7 @@ def _marked(names: Mesh, spec: Spec, dims: Sequence[Dim], sizes: Mapping[str, in
     Factors have their sizes where these are known; a tensor may have none of one.
     """
     known = {f.name: sizes[f.name] for dim in dims for f in dim.factors if f.name is not None and sizes.get(f.name)}
-    pending = [str(each) for each in spec.pending or () if each.op != "*"]
+    pending = map(str, spec.pending or ())
     return marked_sharding(names, " ".join([*map(str, dims), "|", *pending]), tuple(sorted(known.items())))
 
 
@@ -303,7 +290,7 @@ def _take_over(splits: dict[str, Slots], reading: RegionExpression, each: Region
         if key is None:
             continue
         other = splits.setdefault(key, split)
-        if not same_cuts(split, other, extent) and (flows(reading, dim) or _is_relative(dim)):
+        if not same_cuts(split, other, extent) and flows(reading, dim):
             one, two = (slots_text(each.sharding.mesh, slots) for slots in (other, split))
             raise ShardingError(f"the tensors disagree on how '{key}' is split, {one} and {two}; reshard one of them")
 
@@ -311,70 +298,29 @@ def _take_over(splits: dict[str, Slots], reading: RegionExpression, each: Region
 # coming out
 
 
-class Placed(NamedTuple):
-    """What a result is outside, as `enter_global` takes it: how it lies, its shape, what its gradient goes by."""
-
-    device_mesh: Any
-    placements: Placements
-    shape: tuple[Any, ...]
-    counted: Placements
+Placed = tuple[Any, Placements, Shape, Placements]
+"""What a result is outside, as `enter_global` takes it: device mesh, placements, shape, what its gradient goes by."""
 
 
-@of_world(1024)
-def results_of(region: Region, shapes: tuple[Shape, ...]) -> tuple[tuple[LocalPart, ...], tuple[Placed, ...] | None]:
-    """The results that have these shapes on this rank, and what they are outside; None where their whole shapes have to
-    be told by the ranks.
-    """
-    parts = _parts(region, shapes, region.sizes)
-    is_open = not region.alone and any(part.open for part in parts)
-    return parts, None if is_open else placed(region, parts, tuple([part.even for part in parts]))
-
-
-def _parts(region: Region, shapes: Sequence[Shape], sizes: Mapping[str, Any]) -> tuple[LocalPart, ...]:
+def result_parts(region: Region, shapes: Sequence[Shape], sizes: Mapping[Any, Any]) -> tuple[LocalPart, ...]:
     """What this rank has of the results, which have these shapes; `sizes` are those of names."""
     outputs, found = region.reading.outputs, []
-    with about(region.reading.text):
-        check_count("the function returned", len(shapes), outputs, "right")
-        for place, (spec, local) in enumerate(zip(outputs, shapes, strict=False)):
-            dims = expanded(spec, len(local), f"result {place}")
-            sharding = result_sharding(region, spec, dims)
-            known = [_whole_size(region, sizes, *each) for each in zip(dims, sharding.dims, local, strict=True)]
-            found.append(LocalPart(sharding, local, tuple(known)))
+    check_count("the function returned", len(shapes), outputs, "right")
+    for place, (spec, local) in enumerate(zip(outputs, shapes, strict=False)):
+        dims = expanded(spec, len(local), f"result {place}")
+        sharding, same = result_sharding(region, spec, dims)
+        known = [_whole_size(region, sizes, *each) for each in zip(dims, sharding.dims, local, strict=True)]
+        found.append(LocalPart(sharding, local, tuple(known), same, f"result {place}, '{spec}',"))
     return tuple(found)
 
 
-@of_world(1024)
-def placed(region: Region, parts: tuple[LocalPart, ...], wholes: tuple[Shape, ...]) -> tuple[Placed, ...]:
-    """What the results are outside, of these whole shapes."""
-    found = []
-    with about(region.reading.text):
-        for place, (part, whole) in enumerate(zip(parts, wholes, strict=True)):
-            spec, expected = region.reading.outputs[place], part.sharding.local_shape(whole)
-            if expected != part.local:
-                known = "" if region.alone else f"{list(whole)} in whole and so "
-                raise ShardingError(
-                    f"result {place}, '{spec}', is {known}{list(expected)} on this rank; the function returned "
-                    f"{list(part.local)}"
-                )
-            sharding = part.sharding.sized(whole)
-            check_torch_can(sharding, whole)
-            placements = torch_placements(sharding)
-            counted = _counted(region.home, placements, _marked(region.mesh, spec, (), {})[1])
-            found.append(Placed(region.device_mesh, placements, torch.Size(whole), counted))
-    return tuple(found)
-
-
-def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> Sharding:
-    """How a result of these dims lies, on the mesh of the tensors."""
-    if any(pending.op == "*" for pending in spec.pending or ()):
-        raise ShardingError(
-            "'| *' on the right: only the function knows what it leaves pending; write it, like '| sum@tp'"
-        )
+def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> tuple[Sharding, Axes]:
+    """How a result of these dims lies, on the mesh of the tensors; and the axes over which it is `same`."""
     marked, same = _marked(region.mesh, spec, (), {})
     splits = tuple([_split(region, dim) for dim in dims])
     sharding = Sharding(region.home, splits, marked.pending, tuple(map(_names, dims, splits)))
     check_axes_are_whole(replace(sharding, pending=(*sharding.pending, *[("same", layout) for layout in same])))
-    return sharding
+    return sharding, same
 
 
 def _names(dim: Dim, split: Slots) -> tuple[str, ...]:
@@ -384,23 +330,13 @@ def _names(dim: Dim, split: Slots) -> tuple[str, ...]:
 
 def _split(region: Region, dim: Dim) -> Slots:
     """How a dim of a result is split."""
-    key = key_of(dim)
-    if flows(region.reading, dim):
-        if key is not None and key in region.splits:
-            return region.splits[key]
-        _check_new(region, dim)
-        return Slots((Slot(),))
-    if not _is_relative(dim):
+    if not flows(region.reading, dim):
         return _marked(region.mesh, Spec(()), (dim,), region.sizes)[0].dims[0]
-    if key is None or key not in region.splits:
-        raise ShardingError(f"'*' in {dim} is how '{key}' is split on the left, where it isn't")
-    split = region.splits[key]
-    if len(split) > 1:
-        text = slots_text(region.home, split)
-        raise ShardingError(f"'*' in {dim} would be {text}, which is split inside; write it out")
-    names = place.names if (place := dim.factors[0].place) else ()
-    layouts = [each for name in names for each in (split.layouts if name == "*" else region.mesh.splits((name,)))]
-    return Slots((Slot(tuple(layouts)),))
+    key = key_of(dim)
+    if key is not None and key in region.splits:
+        return region.splits[key]
+    _check_new(region, dim)
+    return Slots((Slot(),))
 
 
 def _check_new(region: Region, dim: Dim) -> None:
@@ -425,43 +361,38 @@ def _whole_size(region: Region, sizes: Mapping[str, Any], dim: Dim, split: Slots
     return local if split.pieces == 1 else None
 
 
+@of_world(1024)
+def results_of(region: Region, shapes: tuple[Shape, ...]) -> tuple[tuple[LocalPart, ...], list[Placed] | None]:
+    """The results that have these shapes on this rank, and what they are outside; None where their whole shapes have to
+    be told by the ranks.
+    """
+    parts = result_parts(region, shapes, region.sizes)
+    if not region.alone and any(part.open for part in parts):
+        return parts, None
+    return parts, [placed(region, part, placements_of(part, part.even), part.even) for part in parts]
+
+
+def placed(region: Region, part: LocalPart, placements: Placements, whole: Shape) -> Placed:
+    """What a result is outside."""
+    return region.device_mesh, placements, whole, counted_as_same(region.home, placements, part.same)
+
+
 # in torch.compile: a region is the same at every size that its splits divide. Such sizes stay symbols, and the graph is
 # guarded on the remainder. Other sizes become numbers, those in groups and those that are written too
 
 
-def traced_region(request: Request, specs: Sequence[Held]) -> tuple[Region, Mapping[str, Any]]:
+def traced_region(asked: Asked, specs: Sequence[Held]) -> tuple[Region, Mapping[Any, Any]]:
     """The region of tensors with these `DTensorSpec`s, at the sizes of the call that is traced; and the sizes of its
     names, symbols where they may vary.
     """
-    found = region_of(request, tuple([spec_at(spec, hints(spec.shape)) for spec in specs]))
+    found = region_of(*asked, tuple([spec_at(spec, hints(spec.shape)) for spec in specs]))
     every = [dim for spec in (*found.reading.inputs, *found.reading.outputs) for dim in spec.dims]
-    stay = {f.name for dim in every for f in dim.factors if f.size is not None or _is_opened(found, dim)}
+    opened = [dim for dim in every if dim.grouped and not flows(found.reading, dim)]
+    stay = {f.name for dim in every for f in dim.factors if f.size is not None or dim in opened}
     uses = []
     for place, (each, spec) in enumerate(zip(found.inputs, specs, strict=True)):
         for at, (dim, split, size) in enumerate(zip(each.dims, each.sharding.dims, spec.shape, strict=True)):
             name = key_of(dim) or (place, at)
-            may = name not in stay and len(split) == 1 and not _is_opened(found, dim)
+            may = name not in stay and len(split) == 1 and dim not in opened
             uses.append((name, size, split.pieces if may else 0))
     return found, {**found.sizes, **varying(uses)}
-
-
-def _is_opened(region: Region, dim: Dim) -> bool:
-    return dim.grouped and not flows(region.reading, dim)
-
-
-def traced_results(
-    request: Request, specs: Sequence[Held], shapes: Sequence[Shape]
-) -> tuple[tuple[Placed, ...], tuple[LocalPart, ...]]:
-    """What the results are outside that have these shapes on this rank; where it is symbolic, so is that there. And the
-    results as parts, of which some may have to be told even.
-    """
-    region, sizes = traced_region(request, specs)
-    parts = _parts(region, shapes, sizes)
-    for part in parts:
-        for split, local, whole in zip(part.sharding.dims, part.local, part.even, strict=True):
-            if len(split) != 1 or whole % split.pieces or not are_equal(whole, local * split.pieces):
-                fixed(local), fixed(whole)
-    wholes = tuple([hints(part.even) for part in parts])
-    numbers = tuple([LocalPart(part.sharding, hints(part.local), n) for part, n in zip(parts, wholes, strict=True)])
-    found = placed(region, numbers, wholes)
-    return tuple([p._replace(shape=part.even) for p, part in zip(found, parts, strict=True)]), parts

@@ -190,7 +190,7 @@ def _many(tensors: Mapping[str, Any], request: Request) -> dict[str, DTensor]:
     for name, _, target, shape, _ in kinds:
         if name not in found:  # this rank isn't one of the target's, and has nothing of it
             nothing = torch_private.local_of(tensors[name]).new_empty((0,))
-            found[name] = dtensor_of(nothing, target, shape, target.mesh.device_mesh)
+            found[name] = dtensor_of(nothing, target, shape)
     return {name: found[name] if name in found else resharded(x, ends[name][1]) for name, x in tensors.items()}
 
 

@@ -58,11 +58,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import checked_text
-from axes.algebra.mesh import Mesh, checked_mesh, pop_mesh, push_mesh, required_mesh
+from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, pop_mesh, push_mesh, required_mesh
 from axes.ops.arguments import (
     Tree,
     are_plain,
@@ -71,9 +72,10 @@ from axes.ops.arguments import (
     named_specs,
     taken_apart,
 )
-from axes.ops.module_regions import ModuleFunction, RegionCall, region_of_module, without_same
-from axes.ops.region_checks import Check, Function, check_closed, check_gradients, check_outputs
+from axes.ops.module_regions import ModuleFunction, RegionCall, region_of_module
+from axes.ops.region_checks import Check, Function, check_gradients, check_outputs
 from axes.ops.regions import (
+    Asked,
     Placed,
     Region,
     about,
@@ -83,11 +85,10 @@ from axes.ops.regions import (
     placed,
     read_region,
     region_of,
+    result_parts,
     results_of,
     traced_region,
-    traced_results,
 )
-from axes.ops.request import Request, requested
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, kept
@@ -95,7 +96,7 @@ from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced, used
 from axes.runtime.linear import NODE
 from axes.runtime.places import within
-from axes.runtime.shards import placements_of, read_shard, told_even, told_shapes
+from axes.runtime.shards import placements_of, read_shard, told_shapes, traced_parts
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, is_dense
 
 P = ParamSpec("P")
@@ -211,40 +212,29 @@ def shard_map(
     ...     y.shape, y.to_local().shape, axes.spec_of(y)
     (torch.Size([4, 8]), torch.Size([2, 2]), '_@dp _@tp')
     """
-    _check_check(check)
+    if not isinstance(check, bool) and not (isinstance(check, float) and 0 < check < 1):
+        raise ShardingError(f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shown(check)}")
     if isinstance(fn, str) and expression is None:
         read_region(fn)
-        return functools.partial(_region_of, expression=fn, mesh=mesh, check=check, results=results, specs=specs)
-    if isinstance(fn, torch.nn.Module) and expression is not None:
-        read_region(checked_text(expression))
-        named = named_specs(fn.forward, expression, specs, results)
-        return region_of_module(fn, RegionCall(expression, mesh, check, named), run_region)
+        return lambda function: shard_map(function, fn, mesh, check, results, **specs)
     if expression is None or not callable(fn):
         raise ExpressionError(
             "shard_map takes a function and an expression, shard_map(fn, 'b@dp -> b@dp'), or the expression alone as "
             f"a decorator; found {type(fn).__name__} and {type(expression).__name__}"
         )
-    return _region_of(fn, expression, mesh, check, results, specs)
-
-
-def _check_check(check: Check) -> None:
-    if not isinstance(check, bool) and not (isinstance(check, float) and 0 < check < 1):
-        raise ShardingError(f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shown(check)}")
-
-
-def _region_of(
-    fn: Function, expression: str, mesh: Mesh | None, check: Check, results: Names, specs: Mapping[str, str]
-) -> Function:
-    if not torch.compiler.is_compiling():
+    traced_now, module = torch.compiler.is_compiling(), fn if isinstance(fn, torch.nn.Module) else None
+    if not traced_now:
         read_region(checked_text(expression))
-    call = RegionCall(expression, mesh, check, named_specs(fn, expression, specs, results))
+    named = named_specs(fn if module is None else module.forward, expression, specs, results)
+    call = RegionCall(expression, mesh, check, named)
+    if module is not None:
+        return region_of_module(module, call, run_region)
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         return run_region(fn, call, args, kwargs)
 
-    if torch.compiler.is_compiling():
-        return inside  # nobody sees its name in a graph; and dynamo can't follow that of a builtin (2.11)
-    return functools.update_wrapper(inside, fn, updated=())
+    # In a graph nobody sees its name; and dynamo can't follow that of a builtin (2.11).
+    return inside if traced_now else functools.update_wrapper(inside, fn, updated=())
 
 
 def run_region(fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -264,20 +254,20 @@ def run_region(fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Ma
 
 
 def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    request, tree, passed = _asked(call, args, kwargs)
+    asked, tree, passed = _asked(call, args, kwargs)
     of_module, tensors, check = fn if isinstance(fn, ModuleFunction) else None, tree.tensors, call.check
     plain = of_module is not None and are_plain(tensors)
     if plain:
-        request, tensors = _declared(request, tensors)
-    _check_inputs(request.text, tensors)
+        asked, tensors = _declared(asked, tensors)
+    _check_inputs(asked[0], tensors)
     held = tuple(map(torch_private.spec_of, tensors))
-    region = region_of(request, held, plain)
+    region = region_of(*asked, held, plain)
     changes = Changes() if torch.is_grad_enabled() else None
     shards = [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=True)]
     if check:
         check_gradients(region, shards, check)
     if of_module is not None:
-        of_module.home = region.home
+        of_module.mesh, of_module.home = region.mesh, region.home
     versions = list(map(torch_private.version_of, shards))
     try:
         result = _inside(fn, region.mesh, tree, shards)
@@ -287,12 +277,12 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
                 torch.autograd.graph.increment_version(x)
     found = _results(result, passed)
     if call.named.results is not None:
-        region = region_of(request._replace(text=call.named.of_results(request.text, result)), held, plain)
+        region = region_of(call.named.of_results(asked[0], result), *asked[1:], held, plain)
     pairs, others = list(zip(tensors, shards, strict=True)), shards
     if of_module is None:
         has_gradients = check_closed(found.tensors)
     else:
-        has_gradients = check_closed(found.tensors, of_module.module, of_module.own)
+        has_gradients = check_closed(found.tensors, of_module.module)
         pairs, others = [*pairs, *of_module.shards], [*shards, *of_module.tensors()]
     if changes is not None and has_gradients:
         for pair in pairs:
@@ -303,7 +293,7 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     return found.holding([_undeclared(y) for y in outputs] if plain else outputs)
 
 
-def _asked(call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Request, Tree, list[object]]:
+def _asked(call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Asked, Tree, list[object]]:
     """What a call asks for, its arguments as a tree, and those that hold no tensors."""
     if call.mesh is not None and type(call.mesh) is not Mesh:
         checked_mesh(call.mesh)
@@ -311,7 +301,7 @@ def _asked(call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     tree, text = taken_apart((args, kwargs), functools.partial(check_argument, passed)), call.expression
     if call.named.arguments or call.named.results is not None:
         text = call.named.of_call(text, args, kwargs)
-    return requested("shard_map", text, "", call.mesh), tree, passed
+    return (text, ambient_mesh() if call.mesh is None else call.mesh, call.mesh is not None), tree, passed
 
 
 def _check_inputs(expression: str, tensors: Sequence[Any]) -> None:
@@ -338,14 +328,14 @@ def _unshared(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
     return found
 
 
-def _declared(request: Request, shards: Sequence[torch.Tensor]) -> tuple[Request, list[DTensor]]:
+def _declared(asked: Asked, shards: Sequence[torch.Tensor]) -> tuple[Asked, list[DTensor]]:
     """Plain shards as the DTensors that the left side declares, whose gradients every rank has whole."""
-    mesh = required_mesh(request.mesh, f"shard_map of a module, '{request.text}', on plain tensors")
+    text, mesh, _ = asked
+    mesh = required_mesh(mesh, f"shard_map of a module, '{text}', on plain tensors")
     for place, x in enumerate(shards):
-        check_dense(x, f"shard_map '{request.text}', as tensor {place},")
-    declared = _declarations(request.text, mesh, tuple([tuple(x.shape) for x in shards]))
-    found = [enter_global(x, *each) for x, each in zip(shards, declared, strict=True)]
-    return request._replace(mesh=mesh, given=True), found
+        check_dense(x, f"shard_map '{text}', as tensor {place},")
+    declared = _declarations(text, mesh, tuple([tuple(x.shape) for x in shards]))
+    return (text, mesh, True), [enter_global(x, *each) for x, each in zip(shards, declared, strict=True)]
 
 
 @of_world(1024)
@@ -353,10 +343,10 @@ def _declarations(text: str, mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) ->
     """What plain shards of these shapes are as DTensors. Ranks don't ask each other: they are taken to be even."""
     specs, found = read_region(text).inputs, []
     check_count("the function is called with", len(shapes), specs, "left")
-    for spec, shape in zip(map(without_same, specs), shapes, strict=True):
-        part, _ = read_shard(mesh, spec, shape, ())
-        placements = placements_of(part, spec, part.even)
-        found.append(Placed(mesh.device_mesh, placements, part.even, counted_whole(placements)))
+    for spec, shape in zip(specs, shapes, strict=True):
+        part = read_shard(mesh, str(spec), shape, ())
+        placements = placements_of(part, part.even)
+        found.append((mesh.device_mesh, placements, part.even, counted_whole(placements)))
     return found
 
 
@@ -398,12 +388,66 @@ def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes |
     parts, found = results_of(region, tuple(map(_SHAPE, results)))
     if found is None:
         told = told_shapes(_RESULTS.format(region.reading.text), region.home, parts, results[0].device)
-        found = placed(region, parts, tuple(told))
-    return [enter_global(x, *p, changes) for x, p in zip(results, found, strict=False)]
+        wholes = list(zip(parts, told, strict=True))
+        found = [placed(region, part, placements_of(part, whole), whole) for part, whole in wholes]
+    return [enter_global(x, *each, changes) for x, each in zip(results, found, strict=False)]
 
 
 _SHAPE: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+_REQUIRES_GRAD, _NODE = operator.attrgetter("requires_grad"), operator.attrgetter("node")
 _RESULTS = "the results of shard_map '{}'"
+
+
+# tensors that aren't arguments
+
+
+def check_closed(results: Sequence[torch.Tensor], module: torch.nn.Module | None = None) -> bool:
+    """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument; returns
+    whether there are gradients.
+
+    Its gradient would be this rank's summand. The graph is walked back from the results to where the arguments came in,
+    at each call, since what a function closes over may need a gradient from one call to the next; a node costs a third
+    of a microsecond. A module may use what `fully_shard` has gathered for it.
+    """
+    needed = list(filter(_REQUIRES_GRAD, results)) if torch.is_grad_enabled() else []
+    ahead: list[Any] = list(map(_NODE, map(get_gradient_edge, needed)))
+    seen = set(ahead)
+    to_local = torch_private.TO_LOCAL
+    while ahead:
+        node = ahead.pop()
+        border = node.border if type(node) is NODE else None
+        if border == "argument" or (type(node) is to_local and torch_private.says_its_gradient(node)):
+            continue
+        if border == "result":
+            raise _closed_over(None, module)
+        nearer = node.next_functions
+        if not nearer and (leaf := getattr(node, "variable", None)) is not None:
+            if module is not None and torch_private.reduced_by_fsdp(leaf) is not None:
+                continue
+            raise _closed_over(leaf, module)
+        for below, _ in nearer:
+            if below is not None and below not in seen:
+                seen.add(below)
+                ahead.append(below)
+    return bool(needed)
+
+
+def _closed_over(leaf: torch.Tensor | None, module: torch.nn.Module | None) -> ShardingError:
+    which = "a result of another region" if leaf is None else f"{list(leaf.shape)} {leaf.dtype}"
+    names = [] if module is None else [name for name, x in module.named_parameters() if x is leaf]
+    if names:
+        spec = " ".join("ijklmnop"[: module.get_parameter(names[0]).ndim])  # type: ignore[union-attr]
+        which, told = f"{names[0]}, {which}", f"{{'{names[0]}': '{spec}', ...}}"
+        advice = f"make its parameters DTensors before: axes.shard_module(module, {told}, mesh=mesh)"
+    else:
+        advice = (
+            "pass it as an argument, with its spec on the left, as axes.from_local(x, spec, grad='summed') or "
+            "axes.shard(x, spec); or use its detach(), also of what the function makes itself"
+        )
+    return ShardingError(
+        f"the {'module' if module else 'function'} uses a tensor that needs a gradient and isn't an argument: {which}; "
+        f"what came would be this rank's summand of its gradient\n{advice}"
+    )
 
 
 # in torch.compile: two nodes of the graph, with the function between them
@@ -413,58 +457,48 @@ def _run_in_graph(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str
     """The same, traced."""
     if call.check:
         raise ShardingError("check=True compares ranks in each call of a region; not in a graph")
-    request, tree, passed = _asked(call, args, kwargs)
+    asked, tree, passed = _asked(call, args, kwargs)
     tensors: Sequence[Any] = tree.tensors
-    _check_inputs(request.text, tensors)
-    shards = traced(_left_in_graph, tuple(request), tensors, "resolved") if tensors else ()
-    mesh = getattr(kept, _keep_mesh(tuple(request), tuple([x.device_mesh for x in tensors])))
+    _check_inputs(asked[0], tensors)
+    shards = traced(_left_in_graph, asked, tensors, "resolved") if tensors else ()
+    mesh = getattr(kept, _keep_mesh(*asked[1:], tuple([x.device_mesh for x in tensors])))
     result = _inside(fn, mesh, tree, shards)
     found = _results(result, passed)
     if call.named.results is not None:
-        request = request._replace(text=call.named.of_results(request.text, result))
-    _check_counts(request.text, len(found.tensors))
-    if not found.tensors:
+        asked = call.named.of_results(asked[0], result), *asked[1:]
+    if not found.tensors and not asked[0].partition("->")[2].strip():
         return result
     given, home = (*tensors, *shards, *found.tensors), device_mesh_input(mesh, *tensors)
-    return found.holding(traced(_entered_in_graph, tuple(request), given, None, home, (len(tensors),)))
+    return found.holding(traced(_entered_in_graph, asked, given, None, home, (len(tensors),)))
 
 
-def _left_in_graph(*what: Any) -> tuple[torch.Tensor, ...]:
+def _left_in_graph(text: str, mesh: Mesh | None, given: bool, _: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
     """The tensors' shards."""
-    *asked, _, tensors = what
-    region, _ = traced_region(Request(*asked), list(map(torch_private.spec_of, tensors)))
+    with about(text):
+        region, _ = traced_region((text, mesh, given), list(map(torch_private.spec_of, tensors)))
     return tuple([leave_global(x, each.counted) for x, each in zip(tensors, region.inputs, strict=True)])
 
 
-def _entered_in_graph(*what: Any) -> tuple[DTensor, ...]:
+def _entered_in_graph(
+    text: str, mesh: Mesh | None, given: bool, numbers: Sequence[int], tensors: Sequence[Any]
+) -> tuple[DTensor, ...]:
     """The results as DTensors. The first tensors are those that went in, which say what a result is; behind them are
     their shards.
     """
-    *asked, (count,), tensors = what
-    request, given, results = Request(*asked), tensors[:count], tensors[2 * count :]
+    (count,) = numbers
+    went, shards, results = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
-    nodes: list[Any] = [x.grad_fn for x in tensors[count : 2 * count] if x.requires_grad]
-    if all(type(node) is NODE and node.border == "argument" for node in nodes):
-        with about(request.text):
+    nodes: list[Any] = [x.grad_fn for x in shards if x.requires_grad]
+    with about(text):
+        if all(type(node) is NODE and node.border == "argument" for node in nodes):
             check_closed(results)
-    results = _unshared(results, list(map(torch_private.local_of, given)))
-    specs, shapes = list(map(torch_private.spec_of, given)), [tuple(x.shape) for x in results]
-    found, parts = traced_results(request, specs, shapes)
-    if any(part.open for part in parts):
-        results[0] = told_even(results[0], _RESULTS.format(request.text), parts[0].sharding.mesh, parts)
-    return tuple([enter_global(x.contiguous(), *p) for x, p in zip(results, found, strict=True)])
+        results = _unshared(results, list(map(torch_private.local_of, went)))
+        region, sizes = traced_region((text, mesh, given), list(map(torch_private.spec_of, went)))
+        parts = result_parts(region, [tuple(x.shape) for x in results], sizes)
+        found = list(zip(parts, traced_parts(_RESULTS.format(text), parts, results), strict=True))
+    return tuple([enter_global(x, *placed(region, part, *how)) for part, (x, *how) in found])
 
 
 @torch.compiler.assume_constant_result
-def _keep_mesh(asked: tuple[Any, ...], device_meshes: tuple[Any, ...]) -> str:
-    request = Request(*asked)
-    if not device_meshes:
-        # No tensor's node has looked at it yet.
-        region_of(request, ())
-    return kept.keep(mesh_of_names(request, device_meshes))
-
-
-@torch.compiler.assume_constant_result
-def _check_counts(expression: str, results: int) -> None:
-    with about(expression):
-        check_count("the function returned", results, read_region(expression).outputs, "right")
+def _keep_mesh(mesh: Mesh | None, given: bool, device_meshes: tuple[Any, ...]) -> str:
+    return kept.keep(mesh_of_names(mesh, given, device_meshes))

@@ -86,21 +86,8 @@ def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
-    (shard,) = leave_together((x,), (counted,), changes)
-    return shard
-
-
-def leave_together(
-    xs: Sequence[DTensor], counted: Sequence[Placements | None], changes: Changes | None = None
-) -> tuple[torch.Tensor, ...]:
-    """The same of several that need gradients, by one node of the graph: it runs when all gradients have come."""
-    found = list(map(_gradient_of, xs, counted))
-
-    def back(*gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        pairs = zip(found, gradients, strict=True)
-        return tuple([None if g is None else _left(each, g, changes) for each, g in pairs])
-
-    return linear(lambda *xs: tuple(map(_shard, xs)), back, *xs, border="argument")
+    found = _gradient_of(x, counted)
+    return linear(_shard, lambda gradient: _left(found, gradient, changes), x, border="argument")
 
 
 def _shard(x: DTensor) -> torch.Tensor:
@@ -115,15 +102,14 @@ def enter_global(
     shape: Sequence[int],
     counted: Placements | None = None,
     changes: Changes | None = None,
-    stride: tuple[int, ...] | None = None,
 ) -> DTensor:
     """The DTensor whose shard on this rank is `local`, with the gradient rule of the border.
 
-    `counted` and `changes` are as for `leave_global`. Without a `stride` the dims are in memory as those of `local`.
+    `counted` and `changes` are as for `leave_global`. The dims are in memory as those of `local`.
     """
-    stride = strides_like(local, shape) if stride is None else stride
     find = _spec if type(local) in PLAIN else _spec.__wrapped__
-    spec = find(device_mesh, placements, tuple(shape), stride, local.dtype)
+    strides = None if local.is_contiguous() else local.stride()
+    spec = find(device_mesh, placements, tuple(shape), strides, local.dtype)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return torch_private.dtensor(local.detach() if local.requires_grad else local, spec)
     found = _enter(local, spec, counted or placements, changes)
@@ -203,9 +189,10 @@ Write which it is. For some of the axes alone, same@ in the spec says that the g
 
 @of_world(4096)
 def _spec(
-    device_mesh: Any, placements: Placements, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    device_mesh: Any, placements: Placements, shape: tuple[int, ...], strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Spec:
-    return torch_private.dtensor_spec(device_mesh, placements, shape, stride, dtype)
+    whole = strides_of(shape) if strides is None else whole_strides(strides, shape)
+    return torch_private.dtensor_spec(device_mesh, placements, shape, whole, dtype)
 
 
 def _pending_size(device_mesh: Any, placements: Placements, *ops: str) -> int:

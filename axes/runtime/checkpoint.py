@@ -188,13 +188,10 @@ def _distributing(own: Callable[..., None]) -> Callable[..., None]:
 
 def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
     """The DTensor with its shard of `whole`: in place, but where it has no memory yet."""
+    local = torch_private.local_of(x).detach()
     if x.is_meta:
-        local = torch.empty_like(torch_private.local_of(x), device=whole.device)
-        filled = DTensor.from_local(
-            local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-        )
-    else:
-        local, filled = torch_private.local_of(x).detach(), x
+        local = torch.empty_like(local, device=whole.device)
+    filled = torch_private.dtensor(local, torch_private.spec_of(x)) if x.is_meta else x
     for box in boxes:
         box.within(local).copy_(_narrowed(whole.detach(), box.offsets, box.sizes))
     count_writes([filled])

@@ -171,12 +171,11 @@ def _made(
         raise ShardingError(f"{function} makes whole values; found '{spec}' with something pending")
     shape = _shape(sharding)
     check_torch_can(sharding, shape)
-    device_mesh, is_member = mesh.device_mesh, mesh.coordinate is not None
-    mine = sharding.local_shape(shape) if is_member else (0,)
-    local = torch.empty(mine, dtype=dtype, device=mesh.binding.device_type)
+    device_type, is_member = mesh.device_mesh.device_type, mesh.coordinate is not None
+    local = torch.empty(sharding.local_shape(shape) if is_member else (0,), dtype=dtype, device=device_type)
     if is_member:
         fill(local, sharding, shape)
-    return resolving(dtensor_of(local, sharding, shape, device_mesh)).requires_grad_(bool(requires_grad))
+    return resolving(dtensor_of(local, sharding, shape)).requires_grad_(bool(requires_grad))
 
 
 def _random(function: str, draw: Draw, spec: str, mesh: Mesh | None, dtype: torch.dtype | None, *how: Any) -> DTensor:

@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.grammar import checked_spec
-from axes.algebra.layout import Layout
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh
 from axes.algebra.placements import check_torch_can
@@ -30,11 +29,10 @@ from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape, written_sizes
 from axes.algebra.specs import marked_sharding, parsed_sharding
-from axes.algebra.splits import split
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.axis_groups import broadcast, group_over
-from axes.runtime.border import Placements, check_grad, counted_alone, enter_global, leave_global
+from axes.runtime.border import check_grad, counted_alone, enter_global, leave_global
 from axes.runtime.check import say_why
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
@@ -42,7 +40,7 @@ from axes.runtime.leaves import resolving, traced, used
 from axes.runtime.linear import linear
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import route, unsharded
-from axes.runtime.shards import Given, read_shard, whole_of
+from axes.runtime.shards import Given, placements_of, read_shard, told_shapes, traced_parts
 from axes.runtime.symbols import fixed, hints, is_symbolic, spec_at, vary
 from axes.runtime.torch_placements import (
     sharding_of_placements,
@@ -127,7 +125,7 @@ def _sharded(tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | Non
     sharding = sharding_in_torch(mesh, spec, tensor.shape, sizes)
     _check_whole(sharding)
     source = None if source_rank is None else _source(mesh, source_rank)
-    device_mesh, device_type = mesh.device_mesh, mesh.binding.device_type
+    device_type = mesh.device_mesh.device_type
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled() and mesh.coordinate is not None:
         if source is not None:
             raise ShardingError(
@@ -138,8 +136,7 @@ def _sharded(tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | Non
     value = tensor.detach()
     if source is not None:
         value = broadcast_on(mesh, value, "axes.shard(source_rank=...)", source)
-    local = take_shard(value, sharding).to(device_type)
-    made = resolving(dtensor_of(local, sharding, tensor.shape, device_mesh))
+    made = resolving(dtensor_of(take_shard(value, sharding).to(device_type), sharding, tensor.shape))
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
@@ -219,12 +216,16 @@ def _from_local(
     """`numbers`: the sizes of these names, and the whole shape where it isn't open."""
     (local,), count = tensors, len(names)
     given = tuple([(name, n if type(n) is int else fixed(n)) for name, n in zip(names, numbers, strict=False)])
-    part, same = read_shard(mesh, spec, tuple(local.shape), given, None if is_open else numbers[count:])
-    if part.open:  # a gradient of which nothing is said is refused before anything is sent
-        plain = tuple([split(*dim.layouts) for dim in part.sharding.dims])
-        _counted(local, mesh, spec, torch_placements(Sharding(mesh, plain, part.sharding.pending)), same, grad)
-    local, placements, whole = whole_of(f"axes.from_local '{spec}'", part, spec, local)
-    counted = _counted(local, mesh, spec, placements, same, grad)
+    part = read_shard(mesh, spec, tuple(local.shape), given, None if is_open else numbers[count:])
+    asked = f"axes.from_local '{spec}'"
+    if type(local) in PLAIN:
+        (whole,) = told_shapes(asked, mesh, (part,), local.device)
+        placements = placements_of(part, whole)
+    else:
+        ((local, placements, whole),) = traced_parts(asked, (part,), (local,))
+    counted = None
+    if local.requires_grad and torch.is_grad_enabled():
+        counted = counted_alone(mesh, placements, part.same, grad, f"axes.from_local(local, {spec!r}", spec)
     made = enter_global(local, mesh.device_mesh, placements, whole, counted)
     return made if made.requires_grad or type(local) not in PLAIN else resolving(made)
 
@@ -232,15 +233,6 @@ def _from_local(
 def _apart(sizes: Given) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names, and their sizes: to a graph these may be symbols."""
     return tuple([name for name, _ in sizes]), tuple([size for _, size in sizes])
-
-
-def _counted(
-    local: torch.Tensor, mesh: Mesh, spec: str, placements: Placements, same: tuple[Layout, ...], grad: Use | None
-) -> Placements | None:
-    """The placements by which the gradient of a tensor goes that enters alone; None where it needs none."""
-    if not (local.requires_grad and torch.is_grad_enabled()):
-        return None
-    return counted_alone(mesh, placements, same, grad, f"axes.from_local(local, {spec!r}", spec)
 
 
 def unshard(x: DTensor) -> torch.Tensor:
@@ -292,11 +284,10 @@ def _left(
     if spec is None and not needed:
         return torch_private.local_of(x)
     held = torch_private.spec_of(x)
-    how = spec, where, grad, needed
-    if not is_symbolic(held.shape):
-        counted, _ = _leaving(held, *how)
-    else:
-        counted, written = _leaving(spec_at(held, hints(held.shape)), *how)
+    varies = is_symbolic(held.shape)
+    numbers = spec_at(held, hints(held.shape)) if varies else held
+    counted, written = _leaving(numbers, spec, where, grad, needed)
+    if varies:
         vary(held.shape, cuts_of(*written))
     return leave_global(x, counted)
 
@@ -410,13 +401,9 @@ def _taken(tensor: torch.Tensor, dim: int, indices: Indices) -> torch.Tensor:
     return torch.cat([_taken(tensor, dim, run) for run in indices], dim)
 
 
-def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], device_mesh: Any) -> DTensor:
+def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int]) -> DTensor:
     """The DTensor of a shard, outside of autograd. The caller has asked whether DTensor can have the sharding."""
-    # torch's own from_local takes the shape of a scalar for none at all.
-    whole = tuple(shape)
-    placements = torch_placements(sharding)
-    spec = torch_private.dtensor_spec(device_mesh, placements, whole, strides_of(whole), local.dtype)
-    return torch_private.dtensor(local, spec)
+    return enter_global(local.detach(), sharding.mesh.device_mesh, torch_placements(sharding), shape)
 
 
 def _source(mesh: Mesh, source_rank: int) -> int:

@@ -29,7 +29,6 @@ from axes.runtime.axis_groups import AxisGroup, all_gather, group_over
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.symbols import are_equal, fixed, hints
 from axes.runtime.torch_placements import torch_placements
-from axes.runtime.transforms import PLAIN
 
 Given = tuple[tuple[str, int], ...]
 Shape = tuple[int, ...]
@@ -40,11 +39,16 @@ _RANKS_SHOWN = 16
 
 
 class LocalPart(NamedTuple):
-    """What this rank has of a tensor: how that is sharded, the local shape, and what is known of the whole one."""
+    """What this rank has of a tensor: how that is sharded, the local shape, and what is known of the whole one.
+
+    same: the axes over which its gradient is whole on every rank. label: what errors call it.
+    """
 
     sharding: Sharding
     local: Shape
     known: Known
+    same: tuple[Layout, ...] = ()
+    label: str = "the tensor"
 
     @property
     def open(self) -> tuple[int, ...]:
@@ -60,58 +64,42 @@ class LocalPart(NamedTuple):
         return tuple([here * dim.pieces if size is None else size for size, here, dim in sizes])
 
 
-def read_shard(
-    mesh: Mesh, spec: str, local: Shape, given: Given, shape: Sequence[int] | None = None
-) -> tuple[LocalPart, tuple[Layout, ...]]:
-    """What a shard of this shape is a part of, by its spec, and the axes that the spec says are `same`.
+def read_shard(mesh: Mesh, spec: str, local: Shape, given: Given, shape: Sequence[int] | None = None) -> LocalPart:
+    """What a shard of this shape is a part of, by its spec.
 
     The whole size of a dim is known where it isn't split, by the `given` sizes of names, or by the whole `shape`.
 
-    >>> part, _ = read_shard(Mesh("dp=2 tp=4"), "b@dp d", (3, 8), ())
+    >>> part = read_shard(Mesh("dp=2 tp=4"), "b@dp d", (3, 8), ())
     >>> part.known, part.even
     ((None, 8), (6, 8))
     """
     sharding, same = marked_sharding(mesh, spec, given, len(local))
     if sharding.ndim != len(local):
         raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {len(local)}: {list(local)}")
-    if shape is not None:
-        return LocalPart(sharding, local, tuple(shape)), same
     known: list[int | None] = []
     for dim, extent in zip(sharding.dims, local, strict=True):
         sizes = [slot.size for slot in dim]
         written = math.prod([size for size in sizes if size is not None]) if sizes and None not in sizes else None
         known.append(extent if written is None and dim.pieces == 1 else written)
-    return LocalPart(sharding, local, tuple(known)), same
+    return LocalPart(sharding, local, tuple(known if shape is None else shape), same, f"the tensor, '{spec}',")
 
 
-def placements_of(part: LocalPart, spec: str, whole: Shape) -> tuple[Any, ...]:
+def placements_of(part: LocalPart, whole: Shape) -> tuple[Any, ...]:
     """The placements of a part; `ShardingError` where it isn't this rank's shard of a tensor of the `whole` shape."""
-    check_torch_can(part.sharding.sized(whole), whole)
-    check_share(part, spec, whole)
-    return torch_placements(part.sharding.sized(whole))
+    sharding = part.sharding.sized(whole)
+    check_torch_can(sharding, whole)
+    check_share(part, whole)
+    return torch_placements(sharding)
 
 
-def check_share(part: LocalPart, spec: str, whole: Shape) -> None:
+def check_share(part: LocalPart, whole: Shape) -> None:
     """Refuses a part that isn't this rank's shard of a tensor of the `whole` shape."""
     sharding = part.sharding.sized(whole)
     expected = part.local if sharding.mesh.coordinate is None else sharding.local_shape(whole)
     if expected != part.local:
         raise ShardingError(
-            f"the shard of {list(whole)} on this rank is {list(expected)} by '{spec}'; found {list(part.local)}"
+            f"{part.label} is {list(whole)} in whole and so {list(expected)} on this rank; found {list(part.local)}"
         )
-
-
-def whole_of(what: str, part: LocalPart, spec: str, local: torch.Tensor) -> tuple[torch.Tensor, Any, Shape]:
-    """A part, its placements, and the whole shape, which the ranks tell each other where it isn't known.
-
-    `what` says in errors who asks. A part of a graph is contiguous.
-    """
-    if type(local) in PLAIN:
-        (whole,) = told_shapes(what, part.sharding.mesh, (part,), local.device)
-        return local, placements_of(part, spec, whole), whole
-    placements = traced_placements_of(part, spec, part.even)
-    told = told_even(local, what, part.sharding.mesh, (part,)) if part.open else local
-    return told.contiguous(), placements, part.even
 
 
 # --- sizes that ranks tell each other
@@ -187,21 +175,31 @@ def _unequal(what: str, part: LocalPart, whole: Shape, told: Sequence[Shape], ra
 # --- in torch.compile
 
 
-def traced_placements_of(part: LocalPart, spec: str, whole: Sequence[Any]) -> tuple[Any, ...]:
-    """`placements_of` in a graph, where sizes may be symbolic, and may vary where they are multiples of their parts."""
-    for dim, here, size in zip(part.sharding.dims, part.local, whole, strict=False):  # another number is refused below
-        if not (dim.is_plain and size % dim.pieces == 0 and are_equal(size, here * dim.pieces)):
-            fixed(here), fixed(size)
-    return placements_of(part._replace(local=hints(part.local)), spec, hints(whole))
+def traced_parts(
+    what: str, parts: Sequence[LocalPart], tensors: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, tuple[Any, ...], Shape]]:
+    """Parts of whole tensors in a graph, contiguous, each with its placements and the whole shape.
+
+    Sizes may be symbols where they are multiples of their parts. Others are numbers, for which alone the graph is.
+    """
+    placements = []
+    for part in parts:
+        for dim, here, size in zip(part.sharding.dims, part.local, part.even, strict=False):
+            if len(dim) > 1 or type(size) is int or size % dim.pieces or not are_equal(size, here * dim.pieces):
+                fixed(here), fixed(size)  # one that isn't that of the shard is refused below
+        placements.append(placements_of(part._replace(local=hints(part.local)), hints(part.even)))
+    first = told_even(tensors[0], what, parts) if any(part.open for part in parts) else tensors[0]
+    each = zip((first, *tensors[1:]), placements, parts, strict=True)
+    return [(x.contiguous(), placed, part.even) for x, placed, part in each]
 
 
-def told_even(x: torch.Tensor, what: str, mesh: Mesh, parts: Sequence[LocalPart]) -> torch.Tensor:
+def told_even(x: torch.Tensor, what: str, parts: Sequence[LocalPart]) -> torch.Tensor:
     """`x` in a graph in which the ranks tell each other that all have as much of these parts; else it is a `SizeError`.
 
     The result depends on the answer: a graph drops what nobody uses.
     """
     dims = [(part.sharding.dims[dim], part.local[dim]) for part in parts for dim in part.open]
-    group, ranks = _tellers(mesh, tuple([dim for dim, _ in dims]))
+    group, ranks = _tellers(parts[0].sharding.mesh, tuple([dim for dim, _ in dims]))
     if group.fake:
         return x
     mine = torch.stack([torch.full((), size, dtype=torch.int64, device=x.device) for _, size in dims])

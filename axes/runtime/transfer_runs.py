@@ -415,7 +415,7 @@ class TransferRun:
             return local
         try:
             check_torch_can(end.sharding, end.shape)
-            return dtensor_of(local, end.sharding, end.shape, mesh.device_mesh)
+            return dtensor_of(local, end.sharding, end.shape)
         except ShardingError:  # DTensor can't say every sharding; the shard is right
             return local
 

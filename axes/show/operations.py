@@ -556,7 +556,7 @@ def _result(region: Region, number: int, spec: Spec, dtype: str, sizes: Mapping[
     known = {**sizes, **region.sizes}
     dots = [key for key in region.splits if key.startswith("...")]
     dims = expanded(spec, len(spec.dims) - 1 + len(dots) if any(_is_open(d) for d in spec.dims) else len(spec.dims), "")
-    lies = result_sharding(region, spec, dims)
+    lies, _ = result_sharding(region, spec, dims)
     shape = []
     for dim in dims:
         key = key_of(dim)
