@@ -415,6 +415,9 @@ def closures() -> None:
             lambda x: x @ table.to_local(grad_placements=[Partial()] * 3),
         ):
             assert shard_map(body, SAME)(x).shape == (4, 3)
+        for each in (x, x.detach().requires_grad_()):
+            text = error_of(lambda each=each: axes.reduce(each, "n@tp d -> n@tp", lambda x, dims: (x @ weight).sum(dims)))
+            assert f"{said}[3, 3]" in text and text.endswith("n@tp d -> n@tp")
         with torch.no_grad():
             assert shard_map(closes, SAME)(x).shape == (4, 3)
 
@@ -437,6 +440,10 @@ def writes() -> None:
         assert x._version > before
         shard_map(lambda x: x.add_(2).sum(0), "n@tp d -> d | sum@tp")(x)
         assert torch.equal(whole(x), torch.full((4, 3), 2.0).double())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        product = x * w
+        axes.reduce(x, "n@tp d -> n@tp", lambda x, dims: x.detach().mul_(2).sum(dims))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
         before = whole(w)

@@ -32,7 +32,15 @@ from axes.algebra.sharding import Sharding, pending_text
 from axes.ops import autocast
 from axes.ops.recipes import BoundRecipe, at_sizes
 from axes.runtime import flags, torch_private
-from axes.runtime.border import Changes, counted_as_same, enter_global, leave_global, whole_strides
+from axes.runtime.border import (
+    Changes,
+    check_closed,
+    count_changes,
+    counted_as_same,
+    enter_global,
+    leave_global,
+    whole_strides,
+)
 from axes.runtime.leaves import used
 from axes.runtime.linear import Kept, linear
 from axes.runtime.packing import strides_of
@@ -111,7 +119,8 @@ def on_dtensors(made: BoundRecipe | Route, operands: Sequence[DTensor], grad: Gr
     """The operation on DTensors; `grad` is what becomes of the gradients of leaves among them."""
     if isinstance(made, Route):
         return made.take(used(operands[0], grad))
-    run: Callable[..., DTensor] = _run
+    # A caller's function may use a tensor that isn't an operand, or write to the one that is.
+    run: Callable[..., DTensor] = _on_shards if callable(made.recipe.op) else _run
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
         for x in operands:
             used(x, grad)
@@ -219,7 +228,15 @@ def _on_shards(made: BoundRecipe, x: DTensor) -> DTensor:
     changes, (local, counted, counted_result) = Changes(), _as_region(made)
     shard = leave_global(x, counted, changes)
     changes.watch(x, shard)
-    value = local.run(shard)
+    version = torch_private.version_of(shard)
+    try:
+        value = local.run(shard)
+    finally:
+        count_changes((x,), (shard,), (version,))
+    try:
+        check_closed((value,))
+    except ShardingError as error:
+        raise ShardingError(f"{error}\n  in  {made.recipe.text}") from None
     if _are_one(value, shard):
         value = value.clone()
     shape = made.whole.whole(made.recipe.result.groups)

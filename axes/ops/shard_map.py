@@ -58,7 +58,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shown
@@ -90,7 +89,7 @@ from axes.ops.regions import (
     traced_region,
 )
 from axes.runtime import flags, torch_private
-from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
+from axes.runtime.border import Changes, check_closed, count_changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced, used
@@ -272,9 +271,7 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     try:
         result = _inside(fn, region.mesh, tree, shards)
     finally:
-        for x, shard, version in zip(tensors, shards, versions, strict=True):
-            if torch_private.version_of(shard) != version:  # DTensors, to whose shards it has written, count themselves
-                torch.autograd.graph.increment_version(x)
+        count_changes(tensors, shards, versions)
     found = _results(result, passed)
     if call.named.results is not None:
         region = region_of(call.named.of_results(asked[0], result), *asked[1:], held, plain)
@@ -394,60 +391,7 @@ def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes |
 
 
 _SHAPE: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
-_REQUIRES_GRAD, _NODE = operator.attrgetter("requires_grad"), operator.attrgetter("node")
 _RESULTS = "the results of shard_map '{}'"
-
-
-# tensors that aren't arguments
-
-
-def check_closed(results: Sequence[torch.Tensor], module: torch.nn.Module | None = None) -> bool:
-    """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument; returns
-    whether there are gradients.
-
-    Its gradient would be this rank's summand. The graph is walked back from the results to where the arguments came in,
-    at each call, since what a function closes over may need a gradient from one call to the next; a node costs a third
-    of a microsecond. A module may use what `fully_shard` has gathered for it.
-    """
-    needed = list(filter(_REQUIRES_GRAD, results)) if torch.is_grad_enabled() else []
-    ahead: list[Any] = list(map(_NODE, map(get_gradient_edge, needed)))
-    seen = set(ahead)
-    to_local = torch_private.TO_LOCAL
-    while ahead:
-        node = ahead.pop()
-        border = node.border if type(node) is NODE else None
-        if border == "argument" or (type(node) is to_local and torch_private.says_its_gradient(node)):
-            continue
-        if border == "result":
-            raise _closed_over(None, module)
-        nearer = node.next_functions
-        if not nearer and (leaf := getattr(node, "variable", None)) is not None:
-            if module is not None and torch_private.reduced_by_fsdp(leaf) is not None:
-                continue
-            raise _closed_over(leaf, module)
-        for below, _ in nearer:
-            if below is not None and below not in seen:
-                seen.add(below)
-                ahead.append(below)
-    return bool(needed)
-
-
-def _closed_over(leaf: torch.Tensor | None, module: torch.nn.Module | None) -> ShardingError:
-    which = "a result of another region" if leaf is None else f"{list(leaf.shape)} {leaf.dtype}"
-    names = [] if module is None else [name for name, x in module.named_parameters() if x is leaf]
-    if names:
-        spec = " ".join("ijklmnop"[: module.get_parameter(names[0]).ndim])  # type: ignore[union-attr]
-        which, told = f"{names[0]}, {which}", f"{{'{names[0]}': '{spec}', ...}}"
-        advice = f"make its parameters DTensors before: axes.shard_module(module, {told}, mesh=mesh)"
-    else:
-        advice = (
-            "pass it as an argument, with its spec on the left, as axes.from_local(x, spec, grad='summed') or "
-            "axes.shard(x, spec); or use its detach(), also of what the function makes itself"
-        )
-    return ShardingError(
-        f"the {'module' if module else 'function'} uses a tensor that needs a gradient and isn't an argument: {which}; "
-        f"what came would be this rank's summand of its gradient\n{advice}"
-    )
 
 
 # in torch.compile: two nodes of the graph, with the function between them

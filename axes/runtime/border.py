@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
@@ -40,7 +42,7 @@ from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.gradients import copies, gradient_sharding, of_placements
 from axes.runtime.groups import of_world
-from axes.runtime.linear import Border, linear
+from axes.runtime.linear import NODE, Border, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import Run
 from axes.runtime.redistribute import into_summand
@@ -75,6 +77,13 @@ class Changes(list[tuple[torch.Tensor, int, torch.Tensor, int]]):
         for outer, then, inner, version in self:
             if outer._version != then and inner._version == version:
                 torch.autograd.graph.increment_version(inner)
+
+
+def count_changes(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Counts for each tensor that its shard was written to since it had this version."""
+    for x, shard, version in zip(tensors, shards, versions, strict=True):
+        if torch_private.version_of(shard) != version:
+            torch.autograd.graph.increment_version(x)
 
 
 def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes | None = None) -> torch.Tensor:
@@ -301,3 +310,57 @@ def _entering(value: Spec, counted: Placements, cotangent: Spec) -> _Entering:
     by = _still_same(value.placements, counted, there.spec.placements)
     last = into_summand(*framed, shape, copies(whole, middle) * math.prod(means))
     return _Entering(there, by, last, framed)
+
+
+# tensors that aren't arguments
+
+_REQUIRES_GRAD, _NODE = operator.attrgetter("requires_grad"), operator.attrgetter("node")
+
+
+def check_closed(results: Sequence[torch.Tensor], module: torch.nn.Module | None = None) -> bool:
+    """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument; returns
+    whether there are gradients.
+
+    Its gradient would be this rank's summand. The graph is walked back from the results to where the arguments came in,
+    at each call, since what a function closes over may need a gradient from one call to the next; a node costs a third
+    of a microsecond. A module may use what `fully_shard` has gathered for it.
+    """
+    needed = list(filter(_REQUIRES_GRAD, results)) if torch.is_grad_enabled() else []
+    ahead: list[Any] = list(map(_NODE, map(get_gradient_edge, needed)))
+    seen = set(ahead)
+    to_local = torch_private.TO_LOCAL
+    while ahead:
+        node = ahead.pop()
+        border = node.border if type(node) is NODE else None
+        if border == "argument" or (type(node) is to_local and torch_private.says_its_gradient(node)):
+            continue
+        if border == "result":
+            raise _closed_over(None, module)
+        nearer = node.next_functions
+        if not nearer and (leaf := getattr(node, "variable", None)) is not None:
+            if module is not None and torch_private.reduced_by_fsdp(leaf) is not None:
+                continue
+            raise _closed_over(leaf, module)
+        for below, _ in nearer:
+            if below is not None and below not in seen:
+                seen.add(below)
+                ahead.append(below)
+    return bool(needed)
+
+
+def _closed_over(leaf: torch.Tensor | None, module: torch.nn.Module | None) -> ShardingError:
+    which = "a result of another region" if leaf is None else f"{list(leaf.shape)} {leaf.dtype}"
+    names = [] if module is None else [name for name, x in module.named_parameters() if x is leaf]
+    if names:
+        spec = " ".join("ijklmnop"[: module.get_parameter(names[0]).ndim])  # type: ignore[union-attr]
+        which, told = f"{names[0]}, {which}", f"{{'{names[0]}': '{spec}', ...}}"
+        advice = f"make its parameters DTensors before: axes.shard_module(module, {told}, mesh=mesh)"
+    else:
+        advice = (
+            "pass it to axes.shard_map as an argument, with its spec on the left, as axes.from_local(x, spec, "
+            "grad='summed') or axes.shard(x, spec); or use its detach(), also of what the function makes itself"
+        )
+    return ShardingError(
+        f"the {'module' if module else 'function'} uses a tensor that needs a gradient and isn't an argument: {which}; "
+        f"what came would be this rank's summand of its gradient\n{advice}"
+    )
