@@ -17,6 +17,7 @@ UNKNOWN = (
 
 ROWS: tuple[tuple[str, ...], ...] = (
     *((program, "MeshError", "the mesh has no axis 'tpp'; did you mean 'tp'?") for program in UNKNOWN),
+    ('axes.einsum(L(1, 2, 3), L(4, 3, 2), "... b a, ... a c -> ... b c")', "SizeError", "a size of 1 isn't repeated by itself: give x.expand(...)"),
     ('axes.einsum(L(2, 3), L(2, 2), "b a, a c -> b c")', "SizeError", "'a' is 3, found 2    (dim 0 of [2, 2], operand 2, in  b a, a c -> b c)"),
     ('axes.psum(L(2), ("tp", "tp"))', "MeshError", "an axis stands once in a product; found 'tp' twice in ('tp', 'tp')"),
     ('axes.psum(L(2), "dp tp")', "MeshError", "several axes are a tuple: write ('dp', 'tp') for 'dp tp'"),

@@ -234,7 +234,8 @@ def _check(product: Product, sizes: Mapping[str, int]) -> None:
     left, right = _sides(product, sizes)
     if left != right and not product.right and len(product.left) == 1:
         name = product.left[0].partition("#")[0]
-        raise SizeError(f"'{name}' is {shown(left)}, found {shown(right)}    ({product.text})")
+        hint = "\na size of 1 isn't repeated by itself: give x.expand(...)" if 1 in (left, right) else ""
+        raise SizeError(f"'{name}' is {shown(left)}, found {shown(right)}    ({product.text}){hint}")
     if left != right and not product.right:
         raise SizeError(f"{_product(product.left, sizes)} is {shown(left)}, not {shown(right)}    ({product.text})")
     if left != right:
