@@ -416,8 +416,11 @@ def closures() -> None:
         ):
             assert shard_map(body, SAME)(x).shape == (4, 3)
         for each in (x, x.detach().requires_grad_()):
-            text = error_of(lambda each=each: axes.reduce(each, "n@tp d -> n@tp", lambda x, dims: (x @ weight).sum(dims)))
-            assert f"{said}[3, 3]" in text and text.endswith("n@tp d -> n@tp")
+            text = error_of(
+                lambda each=each: axes.reduce(each, "n@tp d -> n@tp", lambda x, dims: (x @ weight).sum(dims))
+            )
+            assert f"{said}[3, 3]" in text
+            assert text.endswith("n@tp d -> n@tp")
         with torch.no_grad():
             assert shard_map(closes, SAME)(x).shape == (4, 3)
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
-from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.expressions.rules import REDUCTIONS
 from axes.algebra.grammar import Spec, TensorExpression, parse_spec, parse_tensor
 from axes.algebra.sizes import checked_flag, checked_size, given_sizes
 from axes.nn.annotations import annotate

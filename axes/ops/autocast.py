@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from axes.algebra.flow import Recipe
+from axes.algebra.expressions import Recipe
 
 T = TypeVar("T", bound=torch.Tensor)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from axes.algebra.errors import ExpressionError
-from axes.algebra.flow.reading import Groups
+from axes.algebra.expressions.reading import Groups
 
 Atoms = tuple[str, ...]
 Run = Callable[..., torch.Tensor]

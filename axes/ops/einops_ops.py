@@ -20,7 +20,7 @@ everywhere (`b s d`), summed and scattered (`b s@tp d`), or kept (`| sum@tp`, `|
 
 On DTensors (the global view) the left side asserts how they are sharded; on plain tensors that hold
 this rank's shard (the local view) it declares it. What an expression means is told in
-`axes.algebra.flow`.
+`axes.algebra.expressions`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError, shown
-from axes.algebra.flow.reading import read
-from axes.algebra.flow.recipe import Op
-from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.expressions.reading import read
+from axes.algebra.expressions.recipe import Op
+from axes.algebra.expressions.rules import REDUCTIONS
 from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import given_sizes

@@ -4,7 +4,7 @@
 
 The shards are taken out, the operation runs on them outside of autograd, and a DTensor is put around
 the result. Backward takes the cotangent in whatever sharding it comes: the gradient's recipe is
-derived from the forward's (`axes.algebra.flow.gradient`), applied the same way, and can be
+derived from the forward's (`axes.algebra.expressions.gradient`), applied the same way, and can be
 differentiated again. What a gradient has pending stays so until something needs it: a leaf resolves
 its own once, when everything that goes into it has been added up.
 
@@ -26,7 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow import Recipe, gradient, unmoved
+from axes.algebra.expressions import Recipe, gradient, unmoved
 from axes.algebra.layout import Layout
 from axes.algebra.sharding import Sharding, pending_text
 from axes.ops import autocast

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from axes.algebra.errors import ShardingError, SizeError, shown
-from axes.algebra.flow import Recipe, Shardings, unmoved
-from axes.algebra.flow.reading import Groups, read
-from axes.algebra.flow.recipe import Op, Shape, singles
-from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.expressions import Recipe, Shardings, unmoved
+from axes.algebra.expressions.reading import Groups, read
+from axes.algebra.expressions.recipe import Op, Shape, singles
+from axes.algebra.expressions.rules import REDUCTIONS
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction, flat, reshaping
 from axes.runtime import axis_groups

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import MeshError, ShardingError, shortened, shown
-from axes.algebra.flow import recipe
-from axes.algebra.flow.recipe import Op, Shape, op_name
+from axes.algebra.expressions import recipe
+from axes.algebra.expressions.recipe import Op, Shape, op_name
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, written_sizes

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError, shortened, shown, suggestion
-from axes.algebra.flow.reading import read
+from axes.algebra.expressions.reading import read
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding

@@ -14,9 +14,9 @@ A value is split (S), replicated (R) or pending (P) over an axis. Its gradient, 
 the border between the views multiplies by n.)
 
 `cotangent` is the column of the local view. A gradient that arrives, in whatever sharding, is brought to what the value
-requires (`axes.algebra.flow.required`): split where the value is, whole where it is pending or `same`, elsewhere as it
-arrived. For a rank's own tensor that is a summand, once the slice of a rank that has only that is within zeros, and
-what several ranks have the whole of is divided among them (`copies`).
+requires (`axes.algebra.expressions.required`): split where the value is, whole where it is pending or `same`, elsewhere
+as it arrived. For a rank's own tensor that is a summand: the slice of a rank that has only a slice is put within zeros,
+and what several ranks have whole is divided among them (`copies`).
 
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("tp=2")
@@ -37,7 +37,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.flow import required
+from axes.algebra.expressions import required
 from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding, unmarked

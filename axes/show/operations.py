@@ -21,8 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
 from axes.algebra.explanation import Explanation, Section
-from axes.algebra.flow import Recipe, gradient, recipe, unmoved
-from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.expressions import Recipe, gradient, recipe, unmoved
+from axes.algebra.expressions.rules import REDUCTIONS
 from axes.algebra.grammar import Dim, Spec, TensorExpression, parse_tensor
 from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh

@@ -31,7 +31,7 @@ from itertools import pairwise, product
 
 from axes.algebra.chunks import Region, Tile, factor_runs, merged
 from axes.algebra.errors import ShardingError
-from axes.algebra.flow import Recipe, unmoved
+from axes.algebra.expressions import Recipe, unmoved
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, Step, plan
 from axes.algebra.sharding import Sharding, unmarked

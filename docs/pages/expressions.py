@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import axes
-from axes.algebra.flow import Recipe, gradient, recipe
+from axes.algebra.expressions import Recipe, gradient, recipe
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, Step
 from axes.algebra.sharding import Sharding

@@ -14,8 +14,8 @@ b s f@tp, f@tp d -> b s@tp d
   result     b@dp s d | sum@tp  ->  b@dp s@tp d    [8, 4, 6]
 """
 
-from axes.algebra.flow.recipe import Recipe, Shardings, unmoved
-from axes.algebra.flow.rules import recipe
-from axes.algebra.flow.transpose import gradient, required
+from axes.algebra.expressions.recipe import Recipe, Shardings, unmoved
+from axes.algebra.expressions.rules import recipe
+from axes.algebra.expressions.transpose import gradient, required
 
 __all__ = ["Recipe", "Shardings", "gradient", "recipe", "required", "unmoved"]

@@ -8,7 +8,7 @@ The cotangent of a tensor describes the same value whatever its sharding, and ar
 What splits the operand must split its gradient, and what was pending must be replicated in it; over
 every other axis the gradient stays as it arrived, split or pending, until something needs it whole.
 
->>> from axes.algebra.flow.rules import recipe
+>>> from axes.algebra.expressions.rules import recipe
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("dp=2 tp=2")
 >>> x, w = mesh.sharding("b@dp d"), mesh.sharding("d f@tp")
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow.recipe import Recipe, Shardings, sharding_by_atoms, singles
+from axes.algebra.expressions.recipe import Recipe, Shardings, sharding_by_atoms, singles
 from axes.algebra.layout import Layout
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import LINEAR, Sharding, Slots

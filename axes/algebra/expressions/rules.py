@@ -23,9 +23,9 @@ from dataclasses import replace
 from typing import Any
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, unknown_axis
-from axes.algebra.flow.operands import Operands, sizes_of_atoms
-from axes.algebra.flow.reading import KINDS, Reading, group_text, is_name, read
-from axes.algebra.flow.recipe import Recipe, Shape, Shardings, sharding_by_atoms, singles
+from axes.algebra.expressions.operands import Operands, sizes_of_atoms
+from axes.algebra.expressions.reading import KINDS, Reading, group_text, is_name, read
+from axes.algebra.expressions.recipe import Recipe, Shape, Shardings, sharding_by_atoms, singles
 from axes.algebra.grammar import Place, places_of
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from axes.algebra.flow.reading import Groups, names_of
+from axes.algebra.expressions.reading import Groups, names_of
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding, Slots, layouts_text, pending_text, slots_text
@@ -94,7 +94,7 @@ class Shardings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an operation does. Made by `axes.algebra.flow.recipe`; printable.
+    """What an operation does. Made by `axes.algebra.expressions.recipe`; printable.
 
     mesh: where it happens. text: the expression.
     op: how atoms that the result lacks are reduced; "sum" in an einsum. The caller's function is here while it is

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from axes.algebra.errors import ShardingError, SizeError
-from axes.algebra.flow.reading import Reading, Term, atom_text, group_text, is_number, names_of
-from axes.algebra.flow.recipe import Shape, Shardings, sharding_by_atoms, singles
+from axes.algebra.expressions.reading import Reading, Term, atom_text, group_text, is_number, names_of
+from axes.algebra.expressions.recipe import Shape, Shardings, sharding_by_atoms, singles
 from axes.algebra.grammar import Dim, Factor, Place, axes_of_dim
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
