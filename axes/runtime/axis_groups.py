@@ -171,7 +171,7 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, group: Axis
     sends = tuple([count if i == target else 0 for i in range(group.size)])
     receives = tuple([count if i == source else 0 for i in range(group.size)])
     described = "ppermute", x, None, group, sends, receives
-    received = _exchanged(x if target is not None else x.new_empty(0), sends, receives, group, described)
+    received = _exchanged(x if target is not None else x.reshape(-1)[:0], sends, receives, group, described)
     if source is not None:
         return received.view(x.shape)
     if not torch.compiler.is_compiling():

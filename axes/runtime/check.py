@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -182,7 +182,7 @@ def under_way(x: torch.Tensor, *described: Any) -> torch.Tensor:
 
 
 def _left(
-    before: dict[str, Any], kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    before: Mapping[str, Any], kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
 ) -> None:
     """What `axes.debug` has turned on is as it was before; others that expect this rank to compare are told."""
     was_on, traced = flags.check, flags.trace

@@ -8,6 +8,8 @@ group: it is the same on all. A trace is of each rank by itself.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from axes.algebra.errors import AxesError, shown
@@ -26,7 +28,7 @@ _WORDS = {
 """What `AXES_CHECK` may be, in any case."""
 
 
-said: dict[str, Any] = {}
+said: Mapping[str, Any] = MappingProxyType({})  # replaced as a whole, by `say`
 """What the program has said of `check` and `trace`; where it has said nothing, the environment counts."""
 
 check = False
@@ -42,7 +44,7 @@ listeners: tuple[Any, ...] = ()
 """Who else hears of operations (see `trace.Listener`)."""
 
 
-def say(wanted: dict[str, Any]) -> None:
+def say(wanted: Mapping[str, Any]) -> None:
     """Have operations compared and recorded, or not; of what isn't named the environment decides."""
     global said
     said = wanted
