@@ -217,15 +217,16 @@ def _from_local(
     (local,), count = tensors, len(names)
     given = tuple([(name, n if type(n) is int else fixed(n)) for name, n in zip(names, numbers, strict=False)])
     part = read_shard(mesh, spec, tuple(local.shape), given, None if is_open else numbers[count:])
-    asked = f"axes.from_local '{spec}'"
+    asked, needed = f"axes.from_local '{spec}'", local.requires_grad and torch.is_grad_enabled()
+    said = part.same, grad, f"axes.from_local(local, {spec!r}", spec
     if type(local) in PLAIN:
+        if needed and part.open:  # refused before ranks tell each other sizes
+            counted_alone(mesh, torch_placements(part.sharding.sized(part.even)), *said)
         (whole,) = told_shapes(asked, mesh, (part,), local.device)
         placements = placements_of(part, whole)
     else:
         ((local, placements, whole),) = traced_parts(asked, (part,), (local,))
-    counted = None
-    if local.requires_grad and torch.is_grad_enabled():
-        counted = counted_alone(mesh, placements, part.same, grad, f"axes.from_local(local, {spec!r}", spec)
+    counted = counted_alone(mesh, placements, *said) if needed else None
     made = enter_global(local, mesh.device_mesh, placements, whole, counted)
     return made if made.requires_grad or type(local) not in PLAIN else resolving(made)
 
