@@ -301,7 +301,7 @@ RANKS = {"ax=2": 2, "cp=2": 2, "dp=2 tp=1": 2}
 PARTITIONED = {"gather of one", "collectives"}
 """In which a rank sends nothing: by the partitioner of inductor, which puts what depends on no tensor into both passes."""
 FULL = {
-    "unshard", "mean", "asked", "both", "looked up", "a builtin", "flow", "gram", "several results",
+    "unshard", "mean", "asked", "both", "looked up", "a builtin", "gather of one", "flow", "gram", "several results",
     "norms", "there and back", "moved", "loss", "nothing", "cut", "an uncut dim", "nested axes", "layers", "merge", "gather",
     "flowing", "a loop",
 }  # fmt: skip
