@@ -219,7 +219,7 @@ def in_loop(x: DTensor) -> DTensor:
 
 
 def every_collective(x: torch.Tensor, size: int) -> torch.Tensor:
-    y = axes.psum(x, "cp") * axes.axis_index("cp") + axes.pmean(x.sin(), "cp") + axes.pmax(x, "cp")
+    y = axes.psum(x, "cp") * (1 + axes.axis_index("cp")) + axes.pmean(x.sin(), "cp") + axes.pmax(x, "cp")
     y = axes.psum_scatter(axes.all_gather(y, "cp", dim=1) ** 2, "cp", dim=-1)
     y = axes.all_to_all(y, "cp", 0, 1)
     return axes.ppermute(y, "cp", shift=1) + axes.ppermute(y, "cp", perm=[(0, 1)]) * axes.axis_size("cp")
