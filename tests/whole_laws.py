@@ -1752,6 +1752,7 @@ def main() -> None:
     parser.add_argument("--first-failure", action="store_true", help="end with the first case that fails")
     options = parser.parse_args()
     os.environ["AXES_LAWS_TIMEOUT"] = "6"
+    failed = False
     for law in options.law:
         kinds: dict[str, dict[str, object]] = {}
         counts: Counter[str] = Counter()
@@ -1783,10 +1784,12 @@ def main() -> None:
                         kinds[kind] = {**failure, "on": ranks}
             spent = time.monotonic() - began
             print(f"# {law} on {ranks}: {total} cases, {1000 * spent / max(total, 1):.0f} ms each", flush=True)
+        failed = failed or bool(counts)
         for kind, count in counts.most_common(options.show):
             found = kinds[kind]
             title = f"{count} times, {found['on']} ranks, case {found.get('index')}, {found.get('ranks')}: {kind}"
             print(f"\n## {title}\n{found['message']}\n```python\n{found['program']}\n```", flush=True)
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":
