@@ -47,7 +47,7 @@ from axes.algebra.errors import ExpressionError, shortened
 LARGEST_SIZE = 2**48
 """No mesh and no dim is larger."""
 
-REDUCTIONS = ("sum", "mean", "max", "min", "same")
+PENDING_OPS = ("sum", "mean", "max", "min", "same")
 """What can be pending."""
 
 Span = tuple[int, int]
@@ -412,8 +412,8 @@ class _Parser:
         token = self.token
         if self.take("*"):
             return Pending("*", None, token.span)
-        if token.text not in REDUCTIONS:
-            self.fail(f"one of {', '.join(REDUCTIONS)} with '@', or '*', after '|'")
+        if token.text not in PENDING_OPS:
+            self.fail(f"one of {', '.join(PENDING_OPS)} with '@', or '*', after '|'")
         self.skip()
         place = self.place() or self.fail(f"'@' and the axes over which '{token.text}' is pending")
         if "*" in place.names:

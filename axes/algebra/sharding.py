@@ -46,6 +46,9 @@ _MOST_BITS = 63
 LINEAR = frozenset({"sum", "mean"})
 """The reductions that pass through anything linear."""
 
+EXTREMES = frozenset({"max", "min"})
+"""The reductions across ranks that aren't linear."""
+
 T = TypeVar("T")
 
 Names = tuple[tuple[str, ...], ...]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.expressions import Recipe, gradient, unmoved
 from axes.algebra.layout import Layout
-from axes.algebra.sharding import Sharding, pending_text
+from axes.algebra.sharding import LINEAR, Sharding, pending_text
 from axes.ops import autocast
 from axes.ops.recipes import BoundRecipe, at_sizes
 from axes.runtime import flags, torch_private
@@ -58,7 +58,6 @@ Grad = Literal["resolved", "pending"]
 """What becomes of a leaf's gradient: brought to the leaf's own sharding, or left as it comes."""
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_LINEAR_OPS = ("sum", "mean")
 
 
 def _run(made: BoundRecipe, *operands: DTensor, owned: bool = True) -> DTensor:
@@ -124,7 +123,7 @@ def on_dtensors(made: BoundRecipe | Route, operands: Sequence[DTensor], grad: Gr
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
         for x in operands:
             used(x, grad)
-        is_linear = made.recipe.kind != "reduce" or made.recipe.op in _LINEAR_OPS
+        is_linear = made.recipe.kind != "reduce" or made.recipe.op in LINEAR
         run = _apply_linear if is_linear else _on_shards
     if torch_private.autocast_may_be_on():
         return autocast.applied(made.recipe, functools.partial(run, made), operands, _cast)

@@ -29,11 +29,11 @@ from axes.algebra.expressions import Recipe, Shardings, unmoved
 from axes.algebra.expressions.reading import Groups, read
 from axes.algebra.expressions.recipe import Op, Shape, singles
 from axes.algebra.expressions.rules import REDUCTIONS
-from axes.algebra.sharding import Sharding
+from axes.algebra.sharding import EXTREMES, Sharding
 from axes.ops.contraction import contraction, flat, reshaping
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, group_along
-from axes.runtime.redistribute import EXTREMES, Dtypes, extreme, moving
+from axes.runtime.redistribute import Dtypes, extreme, moving
 from axes.runtime.symbols import fixed, hint, is_symbolic, varying
 from axes.runtime.torch_placements import torch_placements
 

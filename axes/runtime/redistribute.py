@@ -28,7 +28,7 @@ from axes.algebra.chunks import Region, regions, tile_shape
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.plan import Plan, cheapest, choices_between, model_of
-from axes.algebra.sharding import Sharding, pending_runs, unmarked
+from axes.algebra.sharding import EXTREMES, Sharding, pending_runs, unmarked
 from axes.algebra.splits import Digits
 from axes.runtime import axis_groups, flags
 from axes.runtime.axis_groups import AxisGroup
@@ -49,9 +49,6 @@ from axes.runtime.transforms import PLAIN
 Shape = tuple[int, ...]
 Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 """`comm_dtype`: one for values and gradients, or one for each."""
-
-EXTREMES = frozenset({"max", "min"})
-"""The reductions that aren't linear."""
 
 
 def moving(source: Sharding, target: Sharding, shape: Shape, comm_dtype: Dtypes, async_op: bool, is_local: bool) -> Map:

@@ -49,7 +49,7 @@ from axes.show.rank_text import LEFT_OUT, folded, joined, short_ranks
 PEERS = 1024
 """In a group of more ranks than this nobody is asked what it receives: that takes a time for each of them."""
 
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce_move")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce_move")
 
 
 def sheet_of_plan(made: Plan, room: Room) -> Sheet:
@@ -174,7 +174,7 @@ def _between(made: Plan, step: Step, ranks: Sequence[int], room: Room) -> Board:
         return Cell(bytes_text(count) if count else "-", step.source.universe.position(peer) if count else None)
 
     rows = [tuple(Cell("") if isinstance(row, range) else cell(row, column) for column in across) for row in down]
-    what = "summands that go" if step.kind in REDUCTIONS else "what goes"
+    what = "summands that go" if step.kind in _REDUCING else "what goes"
     heads = tuple(_rank_head(senders, row, "{:,} more ranks") for row in down)
     columns = tuple(_rank_head(receivers, column, LEFT_OUT) for column in across)
     return Board(("from",), "to", columns, heads, tuple(rows), caption=f"   {what} from whom to whom:")

@@ -30,14 +30,12 @@ from axes.algebra.grammar import Place, places_of
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import LINEAR, Sharding, Slots, layouts_text, pending_text
+from axes.algebra.sharding import EXTREMES, LINEAR, Sharding, Slots, layouts_text, pending_text
 from axes.algebra.specs import check_once
 from axes.algebra.splits import split
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "any", "all")
-"""The reductions by name; the first four also across ranks."""
-
-_ACROSS = ("sum", "mean", "max", "min")
+"""The reductions by name; those that are `LINEAR` or `EXTREMES` also across ranks."""
 
 
 def recipe(
@@ -226,7 +224,7 @@ class _Result:
 
     def _arising(self) -> list[tuple[str, Layout]]:
         """What the local computation leaves pending."""
-        if self.split and self.op not in _ACROSS:
+        if self.split and self.op not in LINEAR | EXTREMES:
             atom = self.split[0][0]
             place = layouts_text(self.mesh, self.has.splits[atom].layouts)
             raise ShardingError(
