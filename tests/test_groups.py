@@ -172,7 +172,7 @@ def test_options_and_lanes_make_groups_and_device_meshes_of_their_own(pool):
 
 def counts():
     """By group, whether it has options, and how many collectives it has had. (gloo doesn't count gathers.)"""
-    found = {info.group_name: info.options.timeout is not None for info in axes.process_groups()}
+    found = {info.group.group_name: info.options.timeout is not None for info in axes.process_groups()}
     return {
         name: (own, c10d._resolve_process_group(name)._get_sequence_number_for_group()) for name, own in found.items()
     }

@@ -170,7 +170,6 @@ def test_a_class_has_one_name_in_the_whole_library():
 SAID_TWICE = {
     "all_gather": ["axes/ops/collectives.py", "axes/runtime/axis_groups.py"],
     "all_to_all": ["axes/ops/collectives.py", "axes/runtime/axis_groups.py"],
-    "spec_of": ["axes/runtime/sharded.py", "axes/runtime/torch_private.py"],
 }
 
 
@@ -195,7 +194,6 @@ IMPORTED_LATE = {
     "axes/runtime/torch_private.py": [
         "torch._dynamo",  # takes a second, and a mesh needs none of it
         "torch._functorch._aot_autograd",  # the same
-        "torch.testing._internal.distributed.fake_pg",  # makes a backend, which a simulated world alone should have
         "torch.distributed.pipelining",  # the same; who explains stages has imported it
     ],
 }

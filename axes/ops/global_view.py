@@ -74,7 +74,7 @@ def _run(made: BoundRecipe, *operands: DTensor, owned: bool = True) -> DTensor:
 
 def _are_one(local: torch.Tensor, operand: torch.Tensor) -> bool:
     """Whether two tensors share memory; of what is traced that isn't known."""
-    return type(local) not in PLAIN or torch_private.share_memory(local, operand)
+    return type(local) not in PLAIN or torch_private.memory_of(local) == torch_private.memory_of(operand)
 
 
 Made = TypeVar("Made")

@@ -353,7 +353,8 @@ def _restore(places: _Places) -> None:
     for there, name, x, shard in places:
         found, there[name] = there.get(name), x
         if found is not None and found is shard:
-            if type(shard) is torch.Tensor and not torch_private.share_memory(shard, torch_private.local_of(x)):
+            memory_of, local_of = torch_private.memory_of, torch_private.local_of
+            if type(shard) is torch.Tensor and memory_of(shard) != memory_of(local_of(x)):
                 wrong = f"forward assigned to the data of '{name}', which is a shard here and not the parameter"
             continue
         if isinstance(found, torch.nn.Parameter) or found is None or found.shape != shard.shape or x.requires_grad:
@@ -430,7 +431,7 @@ def _enter_inner(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a module of a region: what the region's start didn't find, or what a checkpoint runs once more."""
     state: _State = module.__dict__[_STATE]
-    again = not _stack.regions and torch_private.backward_runs() and _plain_tensors(args, kwargs)
+    again = not _stack.regions and torch_private.backward_pass() >= 0 and _plain_tensors(args, kwargs)
     scope = contextlib.ExitStack()
     state.scopes.append(scope)  # before errors: _leave_called follows them
     if again:

@@ -60,8 +60,6 @@ _HOST = 0
 _JOBS = "the job's store"
 _SILENCE_SECONDS = 1.0
 _REPORT_SECONDS = 1.0
-_REPORTERS_SECONDS = 1.0
-"""How long the others wait for the rank that reports who is missing."""
 
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
@@ -146,7 +144,7 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta, 
     limit = timeout.total_seconds()
     return asked(
         barrier.subject,
-        limit + _REPORTERS_SECONDS + LINGER_SECONDS,
+        limit + LINGER_SECONDS,
         lambda: _agreed(member, barrier, statement, limit, told),
         member.store_name,
     )
@@ -279,21 +277,20 @@ def _end(member: Member, barrier: Barrier, error: str, missing: Sequence[int] = 
     member.store.compare_set(f"{barrier.key}/end", "", json.dumps([error, missing]))
 
 
-def _wait_for_end(member: Member, barrier: Barrier, limit: float, reports: bool) -> tuple[str, list[int]]:
+def _wait_for_end(member: Member, barrier: Barrier, limit: float, warns: bool) -> tuple[str, list[int]]:
     """Poll, ever more slowly, since a blocking wait that times out writes warnings of its own.
 
-    One of the ranks that wait `reports` who is missing; the others do later, if it dies.
+    One of the ranks that wait `warns`. The time of the first that came is up first, and it reports who is missing.
     """
     end = f"{barrier.key}/end"
 
     def ended(patience: float) -> bool:
         return polled(lambda: member.store.check([end]), patience, len(barrier.members) / 20_000)
 
-    until = limit if reports else limit + _REPORTERS_SECONDS
-    over = ended(min(until, _STALLED_SECONDS))
-    if not over and reports and until > _STALLED_SECONDS:
+    over = ended(min(limit, _STALLED_SECONDS))
+    if not over and warns and limit > _STALLED_SECONDS:
         warnings.warn(_missing(member, barrier, f"for {_STALLED_SECONDS:.0f} s so far")[1], stacklevel=2)
-    if not over and not ended(until - _STALLED_SECONDS):
+    if not over and not ended(limit - _STALLED_SECONDS):
         missing, text = _missing(member, barrier, f"within {limit:g} s")
         _end(member, barrier, text, missing)
     error, absent = json.loads(member.store.get(end))

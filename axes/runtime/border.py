@@ -116,7 +116,7 @@ def enter_global(
 
     `counted` and `changes` are as for `leave_global`. The dims are in memory as those of `local`.
     """
-    find = _spec if type(local) in PLAIN else _spec.__wrapped__
+    find = _spec if type(local) in PLAIN else _make_spec
     strides = None if local.is_contiguous() else local.stride()
     spec = find(device_mesh, placements, tuple(shape), strides, local.dtype)
     if not (local.requires_grad and torch.is_grad_enabled()):
@@ -196,12 +196,14 @@ Write which it is. For some of the axes alone, same@ in the spec says that the g
 # --- the rule, of a value with this spec, by the placements that are `counted`. What may be traced has symbolic sizes
 
 
-@of_world(4096)
-def _spec(
+def _make_spec(
     device_mesh: Any, placements: Placements, shape: tuple[int, ...], strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Spec:
     whole = strides_of(shape) if strides is None else whole_strides(strides, shape)
     return torch_private.dtensor_spec(device_mesh, placements, shape, whole, dtype)
+
+
+_spec = of_world(4096)(_make_spec)
 
 
 def _pending_size(device_mesh: Any, placements: Placements, *ops: str) -> int:
@@ -228,17 +230,19 @@ class _Gradient(NamedTuple):
 
 
 def _gradient_of(x: DTensor, counted: Placements | None) -> _Gradient:
-    find = _gradient if type(torch_private.local_of(x)) in PLAIN else _gradient.__wrapped__
+    find = _gradient if type(torch_private.local_of(x)) in PLAIN else _make_gradient
     return find(torch_private.spec_of(x), counted)
 
 
-@of_world(4096)
-def _gradient(spec: Spec, counted: Placements | None) -> _Gradient:
+def _make_gradient(spec: Spec, counted: Placements | None) -> _Gradient:
     by = counted or spec.placements
     _check_differentiable(spec.mesh, by)
     placements, shape = of_placements(by), tuple(spec.shape)
     found = torch_private.dtensor_spec(spec.mesh, placements, shape, strides_of(shape), spec.tensor_meta.dtype)
     return _Gradient(found, _still_same(spec.placements, by, placements), _pending_size(spec.mesh, by, "avg", "mean"))
+
+
+_gradient = of_world(4096)(_make_gradient)
 
 
 def _left(found: _Gradient, gradient: torch.Tensor, changes: Changes | None) -> DTensor:

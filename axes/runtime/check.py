@@ -112,7 +112,7 @@ def _lane(operation: Operation) -> str:
 
 def _waits(world: World, operation: Operation) -> timedelta:
     """How long the ranks wait for one another: in a group that has a timeout of its own, that."""
-    own = [entry.options.timeout for entry in world.groups.values() if entry.group_name == operation.group]
+    own = [entry.options.timeout for entry in world.groups.values() if entry.group.group_name == operation.group]
     return as_timeout(own[0] if own else None, "timeout") or time_limit(operation.device)
 
 

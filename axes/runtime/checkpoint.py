@@ -15,6 +15,7 @@ without. All other DTensors go torch's way, FSDP2's strided shards among them, e
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -29,8 +30,6 @@ from axes.runtime.linear import count_writes
 from axes.runtime.torch_placements import sharding_of_spec
 
 Shape = tuple[int, ...]
-
-_INSTALLED = "axes_saves_factors"
 
 
 class Box(NamedTuple):
@@ -67,13 +66,8 @@ def parts_of(x: torch.Tensor) -> tuple[Box, ...]:
     if not isinstance(x, DTensor):
         nothing = (0,) * x.ndim
         return (Box(nothing, tuple(x.shape), nothing),)
-    if x.device_mesh.get_coordinate() is None:
-        return ()
-    found = boxes_of(x)
-    if found is not None:
-        return found
-    chunks = x.__create_chunk_list__()
-    return tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes), (0,) * x.ndim) for chunk in chunks)
+    sharding = sharding_of_spec(torch_private.spec_of(x))
+    return _boxes(sharding, tuple(x.shape), sharding.mesh.rank)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,7 +88,7 @@ def _boxes(sharding: Sharding, shape: Shape, rank: int) -> tuple[Box, ...]:
             runs.append((run.start, run.stop - run.start, start))
             start += run.stop - run.start
         dims.append([run for run in runs if run[1]])
-    return tuple(Box(*zip(*chosen, strict=True)) for chosen in product(*dims))
+    return tuple(Box(*(tuple(run[part] for run in chosen) for part in range(3))) for chosen in product(*dims))
 
 
 def _narrowed(x: torch.Tensor, starts: Shape, sizes: Shape) -> torch.Tensor:
@@ -107,13 +101,9 @@ def _narrowed(x: torch.Tensor, starts: Shape, sizes: Shape) -> torch.Tensor:
 
 
 def install() -> None:
-    """Has torch ask here about DTensors that are split by a factor; once."""
-    if hasattr(DTensor, _INSTALLED):
-        return
-    setattr(DTensor, _INSTALLED, True)
+    """Has torch ask here about DTensors that are split by a factor."""
     for name, ours in _PROTOCOL.items():
-        if hasattr(DTensor, name):
-            setattr(DTensor, name, _asking(getattr(DTensor, name), ours))
+        setattr(DTensor, name, _asking(getattr(DTensor, name), ours))
     torch_private.replace_distribution_of_state_dicts(_distributing)
 
 
@@ -130,7 +120,8 @@ def _write_items(x: DTensor, boxes: Sequence[Box], fqn: str, _: Any) -> list[Any
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    _refuse_files_with_one_part_of_a_tensor()
+    if (storage := sys.modules.get("torch.distributed.checkpoint.hf_storage")) is not None:
+        _refuse_files_with_one_part_of_a_tensor(storage.HuggingFaceStorageWriter)
     properties = TensorProperties.create_from_tensor(torch_private.local_of(x))
     return [
         WriteItem(
@@ -170,18 +161,13 @@ _PROTOCOL: dict[str, Callable[..., Any]] = {
 def _distributing(own: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(own)
     def distribute(state: dict[str, Any], keys: Sequence[str], *rest: Any, **keywords: Any) -> None:
-        others = []
         for key in keys:
             x, whole = found if isinstance(found := state.get(key), tuple) else (None, None)
-            if not isinstance(x, DTensor):
-                others.append(key)
-            elif x.device_mesh.get_coordinate() is None:
+            if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is None:
                 state[key] = x  # this rank isn't of its mesh, and has nothing to fill
-            elif whole is None or (boxes := boxes_of(x)) is None:
-                others.append(key)
-            else:
+            elif isinstance(x, DTensor) and (boxes := boxes_of(x)) is not None:
                 state[key] = _filled(x, whole, boxes)
-        own(state, others, *rest, **keywords)
+        own(state, keys, *rest, **keywords)  # which leaves tensors as they are
 
     return distribute
 
@@ -198,20 +184,14 @@ def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
     return filled
 
 
-def _refuse_files_with_one_part_of_a_tensor() -> None:
+@functools.lru_cache(maxsize=1)
+def _refuse_files_with_one_part_of_a_tensor(writer: Any) -> None:
     """Has the writer of safetensors files refuse several parts of one tensor from one rank.
 
     It names what is in a file by the tensor alone, and would keep the last part. Done when such parts are
     first saved, since whoever saves has imported it.
     """
-    try:
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as Writer
-    except ImportError:
-        return
-    if hasattr(Writer, _INSTALLED):
-        return
-    setattr(Writer, _INSTALLED, True)
-    own = Writer.prepare_local_plan
+    own = writer.prepare_local_plan
 
     @functools.wraps(own)
     def prepare_local_plan(self: Any, plan: Any) -> Any:
@@ -226,4 +206,4 @@ def _refuse_files_with_one_part_of_a_tensor() -> None:
                 )
         return own(self, plan)
 
-    Writer.prepare_local_plan = prepare_local_plan
+    writer.prepare_local_plan = prepare_local_plan

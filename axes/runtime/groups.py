@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -103,8 +103,7 @@ class GroupOptions:
 class ProcessGroupInfo:
     """One communicator of this process, and who uses it.
 
-    `names` are those under which it was asked for, `layout` the digits of the first that asked,
-    `options` those of the axis. `origin` is "made" by axes, the
+    `names` are those under which it was asked for, `options` those of the axis. `origin` is "made" by axes, the
     "default" group of torch, or "adopted" with a `DeviceMesh`.
     """
 
@@ -113,13 +112,7 @@ class ProcessGroupInfo:
     backend: str
     options: GroupOptions
     origin: str
-    layout: Layout | None = None
     names: tuple[str, ...] = ()
-
-    @property
-    def group_name(self) -> str:
-        """What torch calls it."""
-        return str(self.group.group_name)
 
     def __str__(self) -> str:
         options = f" {self.options.text}" if self.options.text else ""
@@ -136,7 +129,7 @@ class ProcessGroups(list[ProcessGroupInfo]):
 
 
 P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
+R = TypeVar("R")
 
 _NO_OPTIONS = GroupOptions()
 _Key = tuple[Sequence[int], str, GroupOptions]
@@ -151,7 +144,7 @@ class World:
         self.size = dist.get_world_size()
         self.backend = str(dist.get_backend(default))
         self.fake = self.backend == _FAKE
-        self.member = Member(default.get_group_store(), self.rank)
+        self.member = Member(dist.HashStore() if self.fake else default.get_group_store(), self.rank)
         self.started_here = False
         self.lock = threading.RLock()
         self.attempts: dict[str, Iterator[int]] = {}
@@ -168,10 +161,13 @@ class World:
         )
 
     def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str = "") -> Barrier:
-        """The next barrier of a kind among these ranks, in whatever order: each call is one attempt."""
+        """The next barrier of a kind among these ranks, in whatever order: each call is one attempt.
+
+        In a simulated world nobody else comes.
+        """
         topic = f"{kind}/{digest(members if isinstance(members, range) else sorted(members))}"
         attempt = next(self.attempts.setdefault(topic, itertools.count()))  # threads count at the same time
-        return Barrier(f"axes/{topic}/{attempt}", members, subject, advice, attempt)
+        return Barrier(f"axes/{topic}/{attempt}", [self.rank] if self.fake else members, subject, advice, attempt)
 
 
 _current: World | None = None
@@ -203,37 +199,24 @@ def time_limit(device_type: str) -> timedelta:
     return current_world().timeout or torch_private.default_timeout(device_type)
 
 
-class OfWorld(Protocol[P, R]):
-    """A function that remembers, for each world, what it found."""
-
-    @property
-    def __wrapped__(self) -> Callable[P, R]:
-        """The function itself."""
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """What the function gives in the running world."""
-
-
-def of_world(maxsize: int) -> Callable[[Callable[P, R]], OfWorld[P, R]]:
+def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A cache of up to `maxsize` results that lives on the running world, and goes with it.
 
     For functions that make something of groups, device meshes or what DTensors know of themselves; an entry
     of another world would be wrong, and would keep its groups alive. Arguments are positional.
     """
 
-    def decorate(make: Callable[P, R]) -> OfWorld[P, R]:
+    def decorate(make: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(make)
-        def found(*key: Any) -> Any:
-            world, default = _current, torch_private.default_group()
-            if world is None or default is None or world.default() is not default:
-                world = current_world()
+        def found(*key: P.args, **_: P.kwargs) -> R:
+            caches = current_world().caches
             try:
-                cache = world.caches[make]
+                cache = caches[make]
             except KeyError:
-                cache = world.caches[make] = functools.lru_cache(maxsize)(make)
+                cache = caches[make] = functools.lru_cache(maxsize)(make)
             return cache(*key)
 
-        return cast("OfWorld[P, R]", found)
+        return found
 
     return decorate
 
@@ -271,11 +254,10 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
     with world.lock:
         if key not in world.groups:
             world.groups[key] = _made(world, mesh, key, name)
-        return _asked_for(world.groups[key], layout, name).group
+        return _asked_for(world.groups[key], name).group
 
 
-def _asked_for(entry: ProcessGroupInfo, layout: Layout, name: str) -> ProcessGroupInfo:
-    entry.layout = entry.layout or layout
+def _asked_for(entry: ProcessGroupInfo, name: str) -> ProcessGroupInfo:
     entry.names = tuple(dict.fromkeys((*entry.names, name)))
     return entry
 
@@ -287,10 +269,7 @@ def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
     that has others, or one that the mesh hasn't, is an error on all of them.
     """
     world, asked = current_world(), list(names)
-    ranks = mesh.ranks_of(mesh.layout_of_all, world.rank)
-    if world.fake or ranks is None:
-        groups_of(mesh, [(mesh.layout(name), name) for name in asked])
-        return
+    ranks = mesh.ranks_of(mesh.layout_of_all, world.rank) or [world.rank]
     subject = f"mesh.create_groups over {ranks_text(ranks)}"
     barrier = world.barrier("groups", ranks, subject, "All ranks of the mesh call it with the same names")
     try:
@@ -364,7 +343,7 @@ def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], ranks: S
     torch_private.forget_dtensor_world()
     among = frozenset(ranks)
     ended = [key for key, each in world.groups.items() if each.origin == "made" and among.issuperset(each.ranks)]
-    for entry in sorted(map(world.groups.pop, ended), key=lambda entry: entry.group_name):
+    for entry in sorted(map(world.groups.pop, ended), key=lambda entry: entry.group.group_name):
         with contextlib.suppress(ValueError):  # it has been ended
             end(entry.group)
     for known in (world.meshes, world.roots, world.caches):
@@ -374,13 +353,13 @@ def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], ranks: S
         forget_groups()
 
 
-def adopt(world: World, group: dist.ProcessGroup, layout: Layout, name: str) -> ProcessGroupInfo:
+def adopt(world: World, group: dist.ProcessGroup, name: str) -> ProcessGroupInfo:
     """What axes knows of a group that somebody else made: enters it, unless it or one of this content is known."""
     entry = info_of(world, group)
     if entry is None:
         ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
         what = ranks, str(dist.get_backend(group)), _NO_OPTIONS
-        entry = _asked_for(world.groups.setdefault(what, ProcessGroupInfo(group, *what, "adopted")), layout, name)
+        entry = _asked_for(world.groups.setdefault(what, ProcessGroupInfo(group, *what, "adopted")), name)
     return entry
 
 
@@ -451,9 +430,8 @@ def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
         "make the groups beforehand, on all ranks, with mesh.create_groups(...)"
     )
     barrier = world.barrier("group", ranks, f"the group of {ranks_text(ranks)} ('{name}')", advice)
-    if not world.fake:
-        said = [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()]
-        agree(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
+    said = [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()]
+    agree(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
     content = hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
     again = f"_{barrier.attempt}" if barrier.attempt else ""
     timeout: Any = options.timeout or torch_private.default_timeout(mesh.binding.device_type)
@@ -474,6 +452,6 @@ def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
 def who_else_failed(ranks: Sequence[int], what: str) -> str:
     """Reports that `what` these ranks do together fails on this one; lines that say which of them report nothing."""
     world = current_world()
-    if world.fake or len(ranks) == 1 or world.rank not in ranks:
+    if world.rank not in ranks:
         return ""
     return without_report(world.member, iter(lambda: world.barrier("failure", ranks, failure(what)), None))

@@ -119,6 +119,10 @@ def writable(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """
     if torch.compiler.is_compiling() or (type(result) not in PLAIN and not isinstance(result, torch_private.UnderWay)):
         return torch_private.untied(result)
-    if type(result) in PLAIN and torch_private.has_base(result) and not torch_private.share_memory(result, x):
+    if (
+        type(result) in PLAIN
+        and torch_private.has_base(result)
+        and torch_private.memory_of(result) != torch_private.memory_of(x)
+    ):
         return result.data
     return result

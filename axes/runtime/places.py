@@ -71,7 +71,7 @@ def part_said(part: Part) -> str:
 def whole_text() -> str:
     """What operations are part of just now, as errors show it."""
     found = [*parts()]
-    if torch_private.backward_runs():
+    if torch_private.backward_pass() >= 0:
         found.insert(0, "backward")
     return "".join(f"{part}: " for part in found)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, shown
 from axes.algebra.sizes import whole_number
 from axes.runtime.groups import forget_groups
-from axes.runtime.torch_private import fake_store, forget_dtensor_world
+from axes.runtime.torch_private import forget_dtensor_world
 
 MOST = 1 << 22
 """More ranks than this are a mistake: torch lists all of them."""
@@ -49,7 +49,7 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
             f"torch.distributed.destroy_process_group()"
         )
     forget_dtensor_world()  # a world that ran here before
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     ours = dist.group.WORLD
     try:
         yield

@@ -53,7 +53,7 @@ def fixed(size: int) -> int:
         return size
     number = hint(size)
     # Asking a symbolic condition for its truth makes the guard. So would an `assert`, but not under `python -O`.
-    is_backward = torch_private.backward_pass() != torch_private.NO_BACKWARD
+    is_backward = torch_private.backward_pass() >= 0
     if not (size % _MORE_THAN_ANY_SIZE == number and (is_backward or size == number)):
         raise SizeError(f"a size is {number} in this call, and isn't in its graph: {size}")
     return number

@@ -23,7 +23,6 @@ never by its version number.
 | `StridedShard`, `has_default_order` | `_StridedShard`, `shard_order` | an order of axes in `Shard` |
 | `replace_distribution_of_state_dicts` | `_distribute_tensors` | the use of DTensor's protocol for checkpoints |
 | `reduced_by_fsdp` | the state of FSDP2's modules | a way from a parameter to its `FSDPModule` |
-| `fake_store` | `FakeStore` | a simulated world outside of `torch.testing._internal` |
 | `forget_dtensor_world` | the caches of DTensor | `destroy_process_group` doing so |
 | `pass_all`, `Collectives` | methods of a `ProcessGroup` | `torch.distributed` at a third of its price |
 | `functional` | `torch.ops._c10d_functional` | functional collectives |
@@ -32,11 +31,11 @@ never by its version number.
 | `has_hook`, `set_hook`, `remove_hook` | `Tensor._backward_hooks` | a list of hooks; `register_hook` on any leaf |
 | `UnderWay` | `AsyncCollectiveTensor` | a name for it |
 | `owns_its_memory` | `_storage_Use_Count` | a count of a storage |
-| `memory_of`, `share_memory` | `_cdata` | `Tensor.shares_memory_with` |
+| `memory_of` | `_cdata` | `Tensor.shares_memory_with` |
 | `version_of`, `counter_of` | `Tensor._version` | a counter that a DTensor shares with its shard |
 | `has_base`, `untied` | `_is_view`, `_unsafe_view` | none |
 | `node_of`, `apply_of`, `TO_LOCAL`, `says_its_gradient` | `_backward_cls`, `_ToTorchTensor` | none |
-| `backward_pass`, `backward_runs` | `_current_graph_task_id` | a question of the autograd engine |
+| `backward_pass` | `_current_graph_task_id` | a question of the autograd engine |
 | `copy_all`, `scale_all`, `norms_of` | `_foreach_copy_`, `_foreach_mul_`, `_foreach_norm` | names for them |
 | `mapped`, `children_of`, `take_apart`, `put_together` | `torch.utils._pytree` | `torch.utils.pytree` |
 | `is_view` | `OpOverload._schema` | a question of `OpOverload` |
@@ -85,13 +84,12 @@ from torch._C import _functorch as functorch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
-from torch.distributed import _composable_state, _state_dict_utils, device_mesh
+from torch.distributed import _composable_state, _mesh_layout, _state_dict_utils, device_mesh
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import DTensor, Replicate, _collective_utils, _random, _redistribute
+from torch.distributed.tensor import DTensor, _collective_utils, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops import _tensor_ops
@@ -99,15 +97,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
-
-from axes.algebra.errors import ShardingError
-
-try:  # 2.13: a mesh layout is a list of flat layouts
-    from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
-except ImportError:  # 2.11: one nested layout
-    from torch.distributed._mesh_layout import _MeshLayout
-
-    _FlatLayout = None  # type: ignore[assignment,misc]
 
 DispatchMode = TorchDispatchMode
 """Sees every ATen operation of a block."""
@@ -228,10 +217,20 @@ def device_mesh_over(
     has no coordinate and no groups. It is the root but for its own fields: the constructor lists all ranks of the root
     again and looks for this one among them, 10 ms for 131,072.
     """
-    mesh, own = DeviceMesh.__new__(DeviceMesh), {"_layout": _mesh_layout(dims), "_mesh_dim_names": names}
-    own |= {"_root_mesh": root, "_flatten_mapping": {}, "_pg_registry": {}, "_hash": None}
-    own |= {"_coordinate_on_dim": coordinate, "_dim_group_names": [group.group_name for group in groups]}
-    vars(mesh).update({**vars(root), **own})
+    mesh = DeviceMesh.__new__(DeviceMesh)
+    vars(mesh).update(
+        {
+            **vars(root),
+            "_root_mesh": root,
+            "_layout": _layout_of(dims),
+            "_mesh_dim_names": names,
+            "_coordinate_on_dim": coordinate,
+            "_dim_group_names": [group.group_name for group in groups],
+            "_flatten_mapping": {},
+            "_pg_registry": {},
+            "_hash": None,
+        }
+    )
     register_groups(root, groups)
     return mesh
 
@@ -244,18 +243,16 @@ def look_for_flattened_dims() -> None:
     `mesh["tp", "dp"]`, and in what FSDP2 concatenates where `tp` is the slower axis. Nothing of
     that order can have been flattened, so the answer is none.
     """
-    name = "_get_flattened_mesh_by_layout"
-    name += "_impl" if hasattr(_redistribute, f"{name}_impl") else ""  # in which 2.13 looks
-    look = getattr(_redistribute, name)
+    look = _redistribute._get_flattened_mesh_by_layout
 
     @functools.wraps(look)
     def found_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
         try:
-            return look(mesh, mesh_dims)  # type: ignore[no-any-return]
+            return look(mesh, mesh_dims)
         except (KeyError, NotImplementedError):
             return None
 
-    setattr(_redistribute, name, found_or_none)
+    _redistribute._get_flattened_mesh_by_layout = found_or_none
 
 
 def keep_uneven_gradients() -> None:
@@ -269,18 +266,12 @@ def keep_uneven_gradients() -> None:
         DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.new_empty_strided.default] = _new_empty_strided
 
 
-def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int]], options: dict[str, Any]) -> DTensor:
+def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int]], options: dict[str, Any]) -> Any:
     """`new_empty_strided` of a DTensor: split as it is, or pending, where it has its shape; else replicated."""
-    x, shape, strides = args[0], tuple(args[1]), tuple(args[2])
-    spec, local, placements = x._spec, x._local_tensor, x._spec.placements
-    if shape != tuple(x.shape):
-        placements = (Replicate(),) * spec.mesh.ndim
-        made = local.new_empty_strided(shape, strides, **options)
-    else:  # the shard's dims in memory in the order of the whole tensor's
-        order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim))
-        made = local.new_empty([local.shape[dim] for dim in order], **options)
-        made = made.permute(sorted(range(len(shape)), key=order.__getitem__))
-    return dtensor(made, dtensor_spec(spec.mesh, placements, shape, strides, made.dtype))
+    x, shape, strides = args
+    if tuple(shape) == tuple(x.shape):
+        return torch.ops.aten._to_copy.default(x, **options, memory_format=torch.contiguous_format)
+    return DTensor.from_local(x._local_tensor.new_empty_strided(shape, strides, **options), x.device_mesh)
 
 
 def replace_flattening(flatten: Callable[[DeviceMesh, str], DeviceMesh | None]) -> None:
@@ -350,18 +341,16 @@ def groups_are_gone(device_mesh: DeviceMesh) -> bool:
 
 def dims_of(device_mesh: DeviceMesh) -> list[list[Mode]]:
     """The modes `(size, stride)` of each dim, over `root_ranks`; none for a dim of size one."""
-    layout = device_mesh._layout
-    if _FlatLayout is not None:
-        return [list(zip(flat.shape, flat.stride, strict=True)) for flat in layout]
+    layout: Any = device_mesh._layout
     return [list(layout[i].sizes_and_strides) for i in range(len(layout))]
 
 
-def _mesh_layout(dims: Sequence[Sequence[Mode]]) -> Any:
+def _layout_of(dims: Sequence[Sequence[Mode]]) -> Any:
     """torch's layout of the dims; a dim without modes has size one."""
     flat: list[Any] = [tuple(zip(*(modes or ((1, 1),)), strict=True)) for modes in dims]
-    if _FlatLayout is not None:
-        return _MeshLayout([_FlatLayout(sizes, strides) for sizes, strides in flat])
-    return _MeshLayout(
+    if hasattr(_mesh_layout, "_FlatLayout"):  # 2.13: a mesh layout is a list of flat layouts; 2.11: one nested layout
+        return _mesh_layout._MeshLayout([_mesh_layout._FlatLayout(*each) for each in flat])
+    return _mesh_layout._MeshLayout(
         *(tuple(each[0] if len(each) == 1 else each for each in side) for side in zip(*flat, strict=True))
     )
 
@@ -408,13 +397,6 @@ _reductions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 # A simulated world
-
-
-def fake_store() -> dist.Store:
-    """The store for the "fake" backend, which the import registers."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
 
 
 def forget_dtensor_world() -> None:
@@ -478,10 +460,8 @@ class Collectives:
     """The collectives of a `ProcessGroup`, waited for: on an accelerator the current stream does. An op is "sum".
 
     The functions of `torch.distributed` cost two to three times as much Python. Tensors are contiguous; backends cut
-    their first dim, so buffers are flat unless parts are its rows.
+    their first dim, so buffers are flat.
     """
-
-    __slots__ = ("_exchange", "_exchanging", "_gather", "_gathering", "_is_fake", "_ops", "_reduce", "_scatter", "size")
 
     def __init__(self, group: dist.ProcessGroup):
         self.size, self._is_fake = group.size(), dist.get_backend(group) == "fake"
@@ -493,9 +473,8 @@ class Collectives:
 
     def all_gather(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The `x` of every rank, end to end."""
-        out = _new(x, shape)
-        rows = x.dim() == len(shape) > 0 and x.shape[0] * self.size == shape[0]
-        self._gather(*((out, x) if rows else (out.ravel(), x.ravel())), self._gathering).wait()
+        out = x.new_empty(shape)
+        self._gather(out.view(-1), x.view(-1), self._gathering).wait()
         return out
 
     def all_to_all(
@@ -521,9 +500,8 @@ class Collectives:
 
     def reduce_scatter(self, x: torch.Tensor, op: str, shape: Sequence[int]) -> torch.Tensor:
         """This rank's part of `op` of the `x` of all ranks."""
-        out = _new(x, shape)
-        rows = x.dim() == len(shape) > 0 and x.shape[0] == shape[0] * self.size
-        self._scatter(*((out, x) if rows else (out.ravel(), x.ravel())), self._ops[op][1]).wait()
+        out = x.new_empty(shape)
+        self._scatter(out.view(-1), x.view(-1), self._ops[op][1]).wait()
         return out
 
 
@@ -532,11 +510,6 @@ def _waiting(options: Any, op: str = "") -> Any:
     if op:
         options.reduceOp = getattr(dist.ReduceOp, op.upper())
     return options
-
-
-def _new(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Memory for a tensor like `x`. (torch reads sizes faster one by one than as a tuple.)"""
-    return x.new_empty(*shape) if shape else x.new_empty(())
 
 
 def functional(name: str, x: torch.Tensor, *how: Any) -> torch.Tensor:
@@ -580,17 +553,8 @@ costs three times as much.
 """
 
 
-def spec_of(x: DTensor) -> DTensorSpec:
-    """Mesh, placements, shape, strides and dtype of a DTensor in one hashable value.
-
-    Raises `ShardingError` for a batch of gradients, which torch wraps so that it no longer is a DTensor.
-    """
-    try:
-        return x._spec
-    except AttributeError:
-        if functorch.is_legacy_batchedtensor(x):
-            raise ShardingError(BATCH) from None
-        raise
+spec_of: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
+"""Mesh, placements, shape, strides and dtype of a DTensor in one hashable value."""
 
 
 local_of: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
@@ -681,11 +645,6 @@ has_base: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 """Whether autograd takes a tensor for a view of another."""
 
 
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in one storage; as `memory_of`."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 def untied(x: torch.Tensor) -> torch.Tensor:
     """The same memory, which autograd doesn't take for a view; as a node of a graph."""
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
@@ -750,16 +709,8 @@ def is_view(func: Any) -> bool:
     return unsafe or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def backward_runs() -> bool:
-    """Whether this thread is in a backward pass, as when a checkpoint computes once more."""
-    return backward_pass() != NO_BACKWARD
-
-
 backward_pass = torch._C._current_graph_task_id
-"""The number of the backward pass that this thread is in: the same question, where nanoseconds count."""
-
-NO_BACKWARD = -1
-"""What that says where there is none."""
+"""The number of the backward pass that this thread is in, as when a checkpoint computes once more; else -1."""
 
 
 mapped: Callable[[Callable[[Any], Any], object], Any] = pytree.tree_map
@@ -942,11 +893,6 @@ def group_handed_over(given: Any) -> dist.ProcessGroup:
     if isinstance(given, str):
         return c10d._resolve_process_group(c10d.GroupName(given))
     return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)
-
-
-def class_before_fsdp(module: torch.nn.Module) -> type:
-    """The class that a module had before `fully_shard` gave it one of its own making."""
-    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
 
 
 def module_of_fsdp(holder: object) -> torch.nn.Module | None:

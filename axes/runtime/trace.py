@@ -51,7 +51,7 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, shown
 from axes.runtime import flags
 from axes.runtime.places import Part, context, line_of_code, part_said, passed_files, user_frame
-from axes.runtime.torch_private import NO_BACKWARD, backward_pass
+from axes.runtime.torch_private import backward_pass
 
 VERSION = 1
 """Of the file; a reader refuses others."""
@@ -192,7 +192,7 @@ class Recorder:
         if context.parts:
             inside = tuple(context.parts)
             of = self._parts.get(inside) or self._named_parts(inside)
-        back = backward_pass() != NO_BACKWARD
+        back = backward_pass() >= 0
         if traced.device != "cpu" and (stream := _recorded_on(traced.device)) is not None:
             return self._begin_on(stream, (number, at, of, back))
         now = perf_counter_ns()

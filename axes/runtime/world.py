@@ -132,7 +132,7 @@ def init_mesh(
         if flags.trace:
             trace.recorder()  # a file that can't be written is found here
     except Exception as error:
-        if not world.fake and universe.position(world.rank) is not None:
+        if universe.position(world.rank) is not None:
             refuse(world.member, _barrier(world, universe), error)
         if starts and world.size == 1:
             destroy_process_groups()  # so that what the error advises can be done in this process
@@ -282,8 +282,6 @@ def _barrier(world: World, universe: Universe) -> Barrier:
 
 def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
     universe, binding = mesh.universe, mesh.binding
-    if world.fake:
-        return
     if universe.position(world.rank) is None:
         declared = f"init_mesh over {ranks_text(universe.ranks)}"
         leave_word(world.member, f"isn't a member of what it declared last, {declared}")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from axes.algebra.cost import CostModel, members_of_node
@@ -31,7 +32,7 @@ from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh
 from axes.algebra.plan import bytes_text, model_of, time_text
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.groups import ProcessGroupInfo, current_world, process_groups
+from axes.runtime.groups import current_world, process_groups
 from axes.runtime.places import is_users, listening, parts, place_of_frame, user_place
 from axes.runtime.simulate import simulate
 from axes.runtime.trace import Operation
@@ -154,7 +155,7 @@ class StepRecorder(torch_private.DispatchMode):
         if id(root) in self._paths:
             return
         self._roots.append(root)  # an id is of this module as long as it lives
-        first = torch_private.class_before_fsdp(root).__name__
+        first = _name_of(root)
         for name, module in root.named_modules():
             self._paths.setdefault(id(module), f"{first}.{name}" if name else first)
 
@@ -196,7 +197,7 @@ class StepRecorder(torch_private.DispatchMode):
 
     def _record(self, sent: _Sent, out: Any) -> None:
         caller = _caller(sys._getframe(2))
-        backward = caller.backward or torch_private.backward_runs()
+        backward = caller.backward or torch_private.backward_pass() >= 0
         spot, leaf = self._spot_of_node() if backward else _NOWHERE, torch_private.running_leaf() if backward else None
         module = self._paths.get(id(self._modules[-1]), "") if self._modules else spot.module
         if caller.fsdp is not None:  # which may gather a module's parameters while another one runs
@@ -375,15 +376,9 @@ class _Groups:
                 if len(through) == len(ranks) and list(through) == list(ranks):
                     return (name,)
         for info in process_groups():
-            if info.group_name == group_name:
-                return self._by_info(info)
+            if info.group.group_name == group_name:
+                return tuple(next(iter(info.names), "").split()) or (("world",) if info.origin == "default" else ())
         return ()
-
-    def _by_info(self, info: ProcessGroupInfo) -> tuple[str, ...]:
-        mesh, layout = self._mesh, info.layout
-        if mesh is not None and layout is not None and mesh.layout_of_all.contains(layout):
-            return mesh.calls(layout)
-        return tuple(next(iter(info.names), "").split()) or (("world",) if info.origin == "default" else ())
 
 
 # --- how much
@@ -612,7 +607,8 @@ def _ones(x: torch.Tensor) -> torch.Tensor:
 
 def _name_of(step: Any) -> str:
     if isinstance(step, torch.nn.Module):
-        return torch_private.class_before_fsdp(step).__name__
+        # `fully_shard` gives a module a class of its own making.
+        return (type(step).__mro__[2] if isinstance(step, FSDPModule) else type(step)).__name__
     return getattr(step, "__name__", type(step).__name__)
 
 
