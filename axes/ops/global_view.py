@@ -11,7 +11,8 @@ its own once, when everything that goes into it has been added up.
 What isn't linear (a maximum, a product, the caller's function) is differentiated on the shards, as in a
 region of this one operation.
 
-A spec (torch's `DTensorSpec`) is one object per kind of result, so that the next call finds it by identity.
+A spec (torch's `DTensorSpec`) is one object for all results that know the same, so that the next call finds it by
+identity.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,15 +40,15 @@ from axes.runtime.border import (
     counted_as_same,
     enter_global,
     leave_global,
-    whole_strides,
+    spec_around,
 )
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import used
 from axes.runtime.linear import Kept, linear
-from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.redistribute import both
-from axes.runtime.routes import Route, resharded
-from axes.runtime.symbols import hints, is_symbolic, spec_at
+from axes.runtime.routes import Route, route
+from axes.runtime.symbols import hints, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.transforms import PLAIN
 
@@ -69,49 +70,12 @@ def _run(made: BoundRecipe, *operands: DTensor, owned: bool = True) -> DTensor:
     local = made.run(*locals_)
     if owned and made.may_be_view and _are_one(local, locals_[0]):
         local = local.clone()
-    return torch_private.dtensor(local, _spec_around(made, local))
+    return torch_private.dtensor(local, spec_around(local, made.device_mesh, made.placements, made.shape))
 
 
 def _are_one(local: torch.Tensor, operand: torch.Tensor) -> bool:
     """Whether two tensors share memory; of what is traced that isn't known."""
     return type(local) not in PLAIN or torch_private.memory_of(local) == torch_private.memory_of(operand)
-
-
-Made = TypeVar("Made")
-
-
-def _per_program(make: Callable[..., Made]) -> Callable[..., Made]:
-    """Made once for each program and key, and kept by the program; in a graph with symbolic sizes, made anew."""
-
-    @functools.wraps(make)
-    def made(program: BoundRecipe, *key: Any) -> Made:
-        if program.sized:
-            return make(program, *key)
-        kept = program.caches.get(make)
-        if kept is None:
-            kept = program.caches[make] = functools.lru_cache(maxsize=256)(functools.partial(make, program))
-        return kept(*key)
-
-    return made
-
-
-def _spec_around(made: BoundRecipe, local: torch.Tensor) -> Spec:
-    """What the result of a program knows of itself, of which this is the shard."""
-    if local.is_contiguous():
-        return _spec(made, local.dtype, None)
-    strides = local.stride()
-    return (_spec_at if is_symbolic(strides) else _spec)(made, local.dtype, strides)
-
-
-def _spec_at(made: BoundRecipe, dtype: torch.dtype, strides: tuple[int, ...] | None) -> Spec:
-    """The same, of its dtype and of the strides of a shard that isn't contiguous."""
-    shape = made.whole.whole(made.recipe.result.groups)
-    whole = strides_of(shape) if strides is None else whole_strides(strides, shape)
-    return torch_private.dtensor_spec(made.device_mesh, made.placements, shape, whole, dtype)
-
-
-_spec = _per_program(_spec_at)
-"""`_spec_at`, kept; symbols can't be. A backward pass may know all sizes of a graph, and a stride as a symbol."""
 
 
 def on_dtensors(made: BoundRecipe | Route, operands: Sequence[DTensor], grad: Grad) -> DTensor:
@@ -152,43 +116,49 @@ def _gradients(
     made: BoundRecipe, needed: tuple[bool, ...], cotangent: DTensor, operands: Sequence[DTensor | None]
 ) -> tuple[DTensor | None, ...]:
     """The gradients of all operands that need one."""
-    spec, found = _arriving(cotangent), list[DTensor | None]()
-    target = _brought(made, needed, spec)
-    if target is not None:
-        cotangent = resharded(cotangent, target, both(made.comm_dtype)[1])
-        spec = _arriving(cotangent)
+    spec = torch_private.spec_of(cotangent)
+    if type(torch_private.local_of(cotangent)) is not torch.Tensor:
+        # In a graph sizes may be symbols, and strides where no size is one.
+        spec = spec_at(spec, tuple(spec.shape) if made.sized else hints(spec.shape))
+    brought, back = (_way_back.__wrapped__ if made.sized else _way_back)(made, needed, spec)
+    if brought is not None:
+        cotangent = brought.take(cotangent)
     # Nobody changes a gradient before a leaf has it.
-    run = _apply_linear if torch.is_grad_enabled() else functools.partial(_run, owned=False)
+    run, found = _apply_linear if torch.is_grad_enabled() else functools.partial(_run, owned=False), list[Any]()
     # Operands have been cast; backward runs inside of the block of autocast that the forward ran in, or outside.
     state = torch.autocast(cotangent.device.type, enabled=False) if torch_private.autocast_may_be_on() else _AS_IT_IS
     with state:
-        for index, wanted in enumerate(needed):
+        for index in range(len(needed)):
             others = *operands[:index], *operands[index + 1 :]
-            found.append(run(_gradient(made, index, spec), cotangent, *others) if wanted else None)
+            found.append(run(back[index], cotangent, *others) if index in back else None)
     return tuple(found)
 
 
 _AS_IT_IS = contextlib.nullcontext()
 
 
-def _arriving(cotangent: DTensor) -> Spec:
-    """By what the gradient for a cotangent is looked up: its spec, with numbers in a graph with symbolic sizes."""
-    spec = torch_private.spec_of(cotangent)
-    if type(torch_private.local_of(cotangent)) is torch.Tensor:
-        return spec
-    return spec_at(spec, hints(spec.shape))
+@of_world(8192)
+def _way_back(made: BoundRecipe, needed: tuple[bool, ...], spec: Spec) -> tuple[Route | None, dict[int, BoundRecipe]]:
+    """Where a cotangent with this spec is brought first, if anywhere, and the gradient of each operand that needs one.
 
-
-@_per_program
-def _brought(made: BoundRecipe, needed: tuple[bool, ...], spec: Spec) -> Sharding | None:
-    """Where the cotangent is brought first: to what several gradients need, or to splits that fall on the names of the
-    expression. None where it stays as it is.
+    It is brought to what several gradients need, or to splits that fall on the names of the expression.
     """
-    arrived = _arrived(made.recipe, spec)
-    gradients = [gradient(made.recipe, index, arrived) for index, wanted in enumerate(needed) if wanted]
-    first, shape = gradients[0].inputs[0], made.recipe.whole(made.recipe.result.groups)
-    shared = shared_cotangent(gradients) if len(gradients) > 1 else None
-    return shared or (None if unmoved(arrived, first.tensor, shape) else first.tensor)
+    arrived, (_, dtype) = _arrived(made.recipe, spec), both(made.comm_dtype)
+    wanted = [index for index, need in enumerate(needed) if need]
+    gradients = [gradient(made.recipe, index, arrived) for index in wanted]
+    first, brought = gradients[0].inputs[0], None
+    target = shared_cotangent(gradients) if len(gradients) > 1 else None
+    if target is None and not unmoved(arrived, first.tensor, gradients[0].whole(first.groups)):
+        target = first.tensor
+    if target is not None:
+        brought = route(spec, target, (dtype, dtype))
+        arrived = _arrived(made.recipe, brought.spec)
+    back = {}
+    for index in wanted:
+        found = gradient(made.recipe, index, arrived)
+        sized = None if made.sized is None else at_sizes(found, made.sized.size)
+        back[index] = BoundRecipe(found, sized, made.device_mesh, (dtype, dtype))
+    return brought, back
 
 
 def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
@@ -201,14 +171,6 @@ def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
     if any(len(group) != 1 for i in inputs for group in i.groups) or any(i.computed != first.computed for i in inputs):
         return None
     return None if unmoved(first.tensor, first.computed, gradients[0].whole(first.groups)) else first.computed
-
-
-@_per_program
-def _gradient(made: BoundRecipe, index: int, spec: Spec) -> BoundRecipe:
-    """The gradient of operand `index`, for a cotangent with this spec."""
-    found, (_, dtype) = gradient(made.recipe, index, _arrived(made.recipe, spec)), both(made.comm_dtype)
-    sized = None if made.sized is None else at_sizes(found, made.sized.size)
-    return BoundRecipe(found, sized, made.device_mesh, (dtype, dtype))
 
 
 def _arrived(forward: Recipe, spec: Spec) -> Sharding:
@@ -224,37 +186,35 @@ def _on_shards(made: BoundRecipe, x: DTensor) -> DTensor:
     pending = [entry for s in (made.recipe.inputs[0].tensor, made.recipe.result.tensor) for entry in s.pending]
     if pending and made.recipe.op in ("max", "min"):
         return linear(functools.partial(_run, made), functools.partial(_refuse, made.recipe, pending[:1]), x)
-    changes, (local, counted, counted_result) = Changes(), _as_region(made)
+    changes, found = Changes(), made.recipe
+    counted, counted_result = _crossing(found.inputs[0].tensor, made.placements)
     shard = leave_global(x, counted, changes)
     changes.watch(x, shard)
     version = torch_private.version_of(shard)
     try:
-        value = local.run(shard)
+        value = made.on_shards.run(shard)
     finally:
         count_changes((x,), (shard,), (version,))
     try:
         check_closed((value,))
     except ShardingError as error:
-        raise ShardingError(f"{error}\n  in  {made.recipe.text}") from None
+        raise ShardingError(f"{error}\n  in  {found.text}") from None
     if _are_one(value, shard):
         value = value.clone()
-    shape = made.whole.whole(made.recipe.result.groups)
-    return enter_global(value, made.device_mesh, made.placements, shape, counted_result, changes)
+    return enter_global(value, made.device_mesh, made.placements, made.shape, counted_result, changes)
 
 
-@_per_program
-def _as_region(made: BoundRecipe) -> tuple[BoundRecipe, tuple[Any, ...], tuple[Any, ...]]:
-    """The operation in the local view, and the placements by which gradients cross the borders.
+@functools.lru_cache(maxsize=4096)
+def _crossing(source: Sharding, result: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The placements by which the gradients of a tensor and of the result cross the borders of such a region.
 
-    Over an axis along which tensor and result are replicated each rank computes the same, and has the whole gradient;
-    over any other the gradients of copies add up.
+    Over an axis along which both are replicated each rank computes the same, and has the whole gradient; over any other
+    the gradients of copies add up.
     """
-    source, result = made.recipe.inputs[0].tensor, made.placements
     placements, mesh = torch_placements(source), source.mesh
     axes = zip(mesh.layouts, placements, result, strict=True)
     whole = tuple([layout for layout, a, b in axes if a.is_replicate() and b.is_replicate() and layout.size > 1])
-    local = BoundRecipe(made.recipe, made.sized, None, made.comm_dtype)
-    return local, counted_as_same(mesh, placements, whole), counted_as_same(mesh, result, whole)
+    return counted_as_same(mesh, placements, whole), counted_as_same(mesh, result, whole)
 
 
 def _refuse(found: Recipe, pending: Sequence[tuple[str, Layout]], _: DTensor) -> NoReturn:
@@ -275,9 +235,5 @@ def _cast(x: DTensor, dtype: torch.dtype) -> DTensor:
 
 def _converted(x: DTensor, dtype: torch.dtype) -> DTensor:
     """The tensor in another dtype, sharded and pending as it is; torch's own `to` may resolve what is pending."""
-    local, spec = torch_private.local_of(x), torch_private.spec_of(x)
-    found = local.to(dtype)
-    strides = tuple(spec.tensor_meta.stride) if found.stride() == local.stride() else strides_of(tuple(spec.shape))
-    return torch_private.dtensor(
-        found, torch_private.dtensor_spec(spec.mesh, spec.placements, tuple(spec.shape), strides, dtype)
-    )
+    local, spec = torch_private.local_of(x).to(dtype), torch_private.spec_of(x)
+    return torch_private.dtensor(local, spec_around(local, spec.mesh, spec.placements, tuple(spec.shape)))

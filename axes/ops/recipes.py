@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class BoundRecipe:
 
     sized: the recipe with the sizes of this call, some of which are symbols; None where it has them itself.
     `device_mesh` is that of the result in the global view, where locals are shards of DTensors; None in the local view.
-    `comm_dtype` and `async_op` are as in `redistribute`. `caches` hold what is made for this operation alone.
+    `comm_dtype` and `async_op` are as in `redistribute`.
     """
 
     recipe: Recipe
@@ -56,12 +56,16 @@ class BoundRecipe:
     device_mesh: Any = None
     comm_dtype: Dtypes = None
     async_op: bool = False
-    caches: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def run(self) -> Run:
         """From local tensors to the local tensor of the result."""
         return _program(self)
+
+    @functools.cached_property
+    def on_shards(self) -> BoundRecipe:
+        """The same in the local view."""
+        return replace(self, device_mesh=None, async_op=False)
 
     @functools.cached_property
     def placements(self) -> tuple[Any, ...]:
@@ -73,9 +77,14 @@ class BoundRecipe:
         """The recipe with the sizes of this call."""
         return self.sized or self.recipe
 
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """The whole shape of the result."""
+        return self.whole.whole(self.recipe.result.groups)
+
     def calling(self, function: Callable[..., Any]) -> BoundRecipe:
         """The same with the caller's function for its reduction, made for one call: what is kept has no function."""
-        return replace(self, recipe=replace(self.recipe, op=function), caches={})
+        return replace(self, recipe=replace(self.recipe, op=function))
 
     @functools.cached_property
     def may_be_view(self) -> bool:

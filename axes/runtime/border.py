@@ -116,15 +116,20 @@ def enter_global(
 
     `counted` and `changes` are as for `leave_global`. The dims are in memory as those of `local`.
     """
-    find = _spec if type(local) in PLAIN else _make_spec
-    strides = None if local.is_contiguous() else local.stride()
-    spec = find(device_mesh, placements, tuple(shape), strides, local.dtype)
+    spec = spec_around(local, device_mesh, placements, tuple(shape))
     if not (local.requires_grad and torch.is_grad_enabled()):
         return torch_private.dtensor(local.detach() if local.requires_grad else local, spec)
     found = _enter(local, spec, counted or placements, changes)
     if changes is not None:
         changes.watch(found, local)
     return found
+
+
+def spec_around(local: torch.Tensor, device_mesh: Any, placements: Placements, shape: tuple[int, ...]) -> Spec:
+    """What a DTensor knows of itself whose shard on this rank is `local`: one object for all that know the same."""
+    find = _spec if type(local) in PLAIN else _make_spec
+    strides = None if local.is_contiguous() else local.stride()
+    return find(device_mesh, placements, shape, strides, local.dtype)
 
 
 def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -31,15 +31,6 @@ Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
 
-def resolve_at_leaf(leaf: DTensor) -> None:
-    """Have the gradient of a leaf resolved to the leaf's own sharding, once, when it is accumulated.
-
-    One that `fully_shard` sums over axes of the leaf's own mesh is left to it, summands and all.
-    """
-    if not _has_hook(leaf) and not _is_left_to_fsdp(leaf):
-        torch_private.set_hook(leaf, _resolve(torch_private.spec_of(leaf)))
-
-
 def resolving(made: DTensor) -> DTensor:
     """A DTensor that was just made, which resolves its gradient if it is ever a leaf with one; none is in a graph."""
     spec = torch_private.spec_of(made)
@@ -49,9 +40,16 @@ def resolving(made: DTensor) -> DTensor:
 
 
 def used(x: DTensor, grad: str = "resolved") -> DTensor:
-    """The operand of an operation; the gradient of a leaf is resolved from here on, or left "pending"."""
+    """The operand of an operation; the gradient of a leaf is resolved from here on to the leaf's own sharding, once,
+    when it is accumulated, or left "pending".
+
+    One that `fully_shard` sums over axes of the leaf's own mesh is left to it, summands and all.
+    """
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
-        (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
+        if grad != "resolved":
+            leave_pending(x)
+        elif not torch_private.has_hook(x) and not _is_left_to_fsdp(x):
+            torch_private.set_hook(x, _resolve(torch_private.spec_of(x)))
     return x
 
 
