@@ -125,7 +125,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ('axes.rearrange(D("b s d", 8, 16, 32), "b s d -> b s d | same@tp")', "ExpressionError", "'same' is about gradients of plain tensors; a DTensor has none\n  b s d -> b s d | same@tp\n                   ^^^^^^^"),
     ('axes.rearrange(D("b s d", 8, 16, 32), "b s d | avg@tp -> b s d")', "ExpressionError", "expected one of sum, mean, max, min, same with '@', or '*', after '|', found 'avg'\n  b s d | avg@tp -> b s d\n          ^^^"),
     ('axes.rearrange(L(4, 4), "b@tp s -> b s", b=6)', "SizeError", "is [3, 4] by 'b@tp s'; found [4, 4]"),
-    ('axes.rearrange((L(4, 4),), "b@tp s -> b s")', "ShardingError", "axes.rearrange with '@' takes a tensor; found tuple"),
+    ('axes.rearrange((L(4, 4),), "b@tp s -> b s")', "ShardingError", "axes.rearrange takes a tensor; found tuple"),
     ('axes.reduce(D("b s@cp d", 8, 16, 32), "b s d -> b d", "sum")', "ShardingError", "the result would be left pending: sum@cp\n  has   b s@cp d\nin  b s d -> b d\nwrite 's@cp' on the left to have it reduced, or '| sum@cp' or '| *' on the right to keep it"),
     ('axes.reduce(D("b s d | sum@tp", 8, 16, 32), "b s d | sum@tp -> b s", "max")', "ShardingError", "'max' doesn't pass a pending sum", "resolve it first: '| sum@tp' on the left of a rearrange"),
     ('axes.reduce(D("b s@cp d", 8, 5, 32), "b s@cp d -> b d | mean@cp", "mean")', "ShardingError", "a mean over uneven shards isn't the mean of their means", "write '| sum@cp' on the right; it pends as local sums over the whole size"),

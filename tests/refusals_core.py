@@ -236,7 +236,7 @@ EINOPS = (
         ("repeat(L(6, 2), 'b h -> b h d')", "SizeError", "the size of 'd' isn't known from any tensor; give it, like d="),
         ("repeat(L(6, 2), 'b h -> b d', d=2)", "ExpressionError", "'h' stands on the left only; repeat adds to what"),
         ("rearrange(L(6, 2), 'b h - > h b')", "ExpressionError", "'-' has no meaning here"),
-        ("rearrange(L(6, 2).numpy(), 'b h - > h b')", "ExpressionError", "'-' has no meaning here"),
+        ("rearrange(L(6, 2).numpy(), 'b h -> h b')", "ShardingError", "axes.rearrange takes a tensor; found ndarray. Make one of an array"),
         ("reduce(L(6, 2), 'b h -> b x', 'sum')", "ExpressionError", "'x' stands on the right only"),
         ("reduce(L(6, 2), 'b h -> b', 'median')", "ShardingError", "and functions; found 'median'"),
         ("reduce(L(6, 2), 'a@tp b -> a@tp', lambda x, dims: x)", "ShardingError", "without dims (1,) that is [6]; found a tensor of [6, 2]"),

@@ -216,13 +216,12 @@ def test_functions_import_nothing_that_the_file_could():
 
 
 def test_the_floors_need_no_other_libraries():
-    """The algebra needs the standard library alone, the runtime no einops."""
+    """The algebra needs the standard library alone, and nobody einops."""
     found = [(path, path.parts[1], name.split(".")[0]) for path in MODULES for name in imports(tree(path))]
     wrong = [
         f"{path} imports {name}"
         for path, floor, name in found
-        if (floor == "algebra" and name not in {*sys.stdlib_module_names, "axes"})
-        or (floor == "runtime" and name == "einops")
+        if (floor == "algebra" and name not in {*sys.stdlib_module_names, "axes"}) or name == "einops"
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -36,8 +36,8 @@ def test_the_library_is_axes_and_its_distribution_axes_torch():
     assert versions == ["3.11", "3.12", "3.13"]
 
 
-def test_it_needs_torch_and_einops_and_nothing_else():
-    assert [text.partition(">")[0] for text in PROJECT["dependencies"]] == ["torch", "einops"]
+def test_it_needs_torch_and_nothing_else():
+    assert [text.partition(">")[0] for text in PROJECT["dependencies"]] == ["torch"]
 
 
 @pytest.mark.full

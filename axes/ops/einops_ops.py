@@ -6,7 +6,7 @@
     h = axes.einsum(x, w, "b s d, d f@tp -> b s f@tp")             # column parallel; b and s flow
     y = axes.einsum(h, v, "b s f@tp, f@tp d -> b s@tp d")          # row parallel, reduce-scattered
 
-On an ordinary tensor without `@` they are einops:
+Without `@` they are einops on a tensor:
 
 >>> import torch
 >>> rearrange(torch.arange(6), "(a b) -> b a", a=2).tolist()
@@ -28,17 +28,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import einops
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError, shown
-from axes.algebra.expressions.reading import read
 from axes.algebra.expressions.recipe import Op
 from axes.algebra.expressions.rules import REDUCTIONS
 from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import given_sizes
 from axes.ops.autocast import of_factor
 from axes.ops.global_view import Grad
 from axes.ops.request import apply, requested
@@ -64,8 +61,8 @@ def rearrange(
 ) -> T:
     """A tensor with its dims rearranged, and its shards moved where both sides differ.
 
-    x: a DTensor, a plain tensor that holds this rank's shard, or for an expression without `@`
-    whatever einops takes. Keywords are sizes of names: whole sizes where the name carries `@`. The
+    x: a DTensor, a plain tensor that holds this rank's shard, or a list of such, which are stacked along a new
+    first dim. Keywords are sizes of names: whole sizes where the name carries `@`. The
     names of axes are looked up in `mesh`, else in the ambient mesh, else in the tensor's own.
     `comm_dtype` is the dtype in which values travel, or a pair for `(values, gradients)`; with
     `async_op` the last collective is waited for at the result's first use. The gradient of a leaf is
@@ -195,28 +192,11 @@ def _called(
         checked_text(text, ". The tensor comes first, and the expression behind it")
     request = requested(kind, text, op, mesh, comm_dtype, async_op, grad, sizes, keywords)
     if type(x) is list:
-        x = _stacked(kind, x, text)
+        x = _stacked(kind, x)
     if kind == "reduce":
         _check_op(op, x)
     function = op if callable(op) else None
-    if not isinstance(x, torch.Tensor) and lacks_axes(text):
-        return _by_einops(kind, x, text, request.sizes, op)
     return apply(request, (x,), grad, function)
-
-
-def lacks_axes(expression: str) -> bool:
-    """Whether an expression has nothing that einops doesn't know."""
-    return not ("@" in expression or "|" in expression or "=" in expression)
-
-
-def _by_einops(kind: str, x: Any, text: str, sizes: tuple[tuple[str, int], ...], op: Op) -> Any:
-    """What einops itself gives for an array of another library, or a list of them."""
-    shape = getattr(x[0] if type(x) is list else x, "shape", None)
-    if shape is None:
-        raise ShardingError(f"axes.{kind} takes a tensor; found {shown(x)}")
-    reading = read(kind, text, (len(shape) + (type(x) is list),))
-    known = given_sizes(dict(sizes), None, (), [item.name for item in reading.items])
-    return getattr(einops, kind)(x, text, *([op] if op else []), **known)
 
 
 def _check_op(op: Op, x: Any) -> None:
@@ -231,10 +211,8 @@ def _check_op(op: Op, x: Any) -> None:
         raise ShardingError(f"{x.dtype} has no order, so no {op}")
 
 
-def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
-    """A list of tensors as one with a new first dim, as einops takes it; einops itself stacks arrays of others."""
-    if tensors and lacks_axes(expression) and not any(isinstance(x, torch.Tensor) for x in tensors):
-        return tensors
+def _stacked(kind: str, tensors: list[Any]) -> Any:
+    """A list of tensors as one with a new first dim, as einops takes it."""
     if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
         found = ", ".join(sorted({type(x).__name__ for x in tensors})) or "none"
         raise ShardingError(f"axes.{kind} takes a list of tensors; found {found}")

@@ -141,7 +141,10 @@ def _of_shards(request: Request, grad: Grad) -> Request:
 
 def _dense(called: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
-        raise ShardingError(f"axes.{called} with '@' takes a tensor; found {type(x).__name__}")
+        raise ShardingError(
+            f"axes.{called} takes a tensor; found {type(x).__name__}. Make an array one, by torch.as_tensor, or call "
+            f"einops.{called}"
+        )
     check_dense(x, f"axes.{called}")
     return as_plain(x)
 
