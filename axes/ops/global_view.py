@@ -36,10 +36,9 @@ from axes.runtime import flags, torch_private
 from axes.runtime.border import (
     Changes,
     check_closed,
-    count_changes,
     counted_as_same,
     enter_global,
-    leave_global,
+    on_shards,
     spec_around,
 )
 from axes.runtime.groups import of_world
@@ -188,13 +187,8 @@ def _on_shards(made: BoundRecipe, x: DTensor) -> DTensor:
         return linear(functools.partial(_run, made), functools.partial(_refuse, made.recipe, pending[:1]), x)
     changes, found = Changes(), made.recipe
     counted, counted_result = _crossing(found.inputs[0].tensor, made.placements)
-    shard = leave_global(x, counted, changes)
-    changes.watch(x, shard)
-    version = torch_private.version_of(shard)
-    try:
-        value = made.on_shards.run(shard)
-    finally:
-        count_changes((x,), (shard,), (version,))
+    (shard,), value = on_shards(lambda shards: made.on_shards.run(*shards), (x,), (counted,), changes)
+    changes.watch([(x, shard)])
     try:
         check_closed((value,))
     except ShardingError as error:

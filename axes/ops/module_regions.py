@@ -272,15 +272,16 @@ def _enter(module: torch.nn.Module, region: ModuleFunction, places: _Places) -> 
                         f"'{_path(module, x)}' has no values, it is on the device meta; axes.shard_module(module, ...) "
                         "makes what was made there, each rank its shards"
                     )
-                if not isinstance(x, DTensor) and not torch_private.reduced_by_fsdp(x):
+                by_fsdp = torch_private.reduced_by_fsdp(x)
+                if not isinstance(x, DTensor) and not by_fsdp:
                     if name in holder.__dict__.get(_SHARDED, ()) and len(_stack.regions) == 1:
                         raise _replaced(module, holder, name, x)
                     if _stack.regions:
                         continue  # check_closed refuses it; but it doesn't see the graph of a checkpoint's second run
                 if x.requires_grad and has_gradients and (x.is_leaf or isinstance(x, DTensor)):
-                    _check_summed(module, x, region)
+                    _check_summed(module, x, region, by_fsdp)
                 if isinstance(x, DTensor):
-                    shard = shards[id(x)] if id(x) in shards else _left(x, region)
+                    shard = shards[id(x)] if id(x) in shards else _left(x, region, by_fsdp is not None)
                     shards[id(x)] = there[name] = shard
                     places.append((there, name, x, shard))
 
@@ -290,12 +291,12 @@ def _path(module: torch.nn.Module, x: torch.Tensor) -> str:
     return next(name for name, each in (*module.named_parameters(), *module.named_buffers()) if each is x)
 
 
-def _check_summed(module: torch.nn.Module, x: torch.Tensor, region: ModuleFunction) -> None:
+def _check_summed(module: torch.nn.Module, x: torch.Tensor, region: ModuleFunction, by_fsdp: Any) -> None:
     """Refuses a parameter of which nobody adds up the gradients along an axis of the region: copies would drift apart.
 
     They are added up along the axes of the parameter's own mesh, and of that which `fully_shard` reduces over.
     """
-    by_fsdp, own = torch_private.reduced_by_fsdp(x), x.device_mesh if isinstance(x, DTensor) else None
+    own = x.device_mesh if isinstance(x, DTensor) else None
     missing = region.home and _not_summed(region.home, region.same, own, by_fsdp and by_fsdp.mesh)
     if missing:
         lies = "is a plain tensor" if own is None else f"lies on {_axes_of(own)}"
@@ -380,9 +381,9 @@ def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _left(x: DTensor, region: ModuleFunction) -> torch.Tensor:
+def _left(x: DTensor, region: ModuleFunction, gathered: bool) -> torch.Tensor:
     """This rank's shard of a parameter or buffer; its gradient is a summand, or whole along axes that are `same`."""
-    spec, gathered = torch_private.spec_of(x), torch_private.reduced_by_fsdp(x) is not None
+    spec = torch_private.spec_of(x)
     counted = _counted_same(spec, region.same) if x.requires_grad and torch.is_grad_enabled() else None
     # fully_shard adds up copies by itself, but with an operation on DTensors for each parameter.
     own = not gathered or any(placement.is_replicate() for placement in spec.placements)

@@ -89,7 +89,7 @@ from axes.ops.regions import (
     traced_region,
 )
 from axes.runtime import flags, torch_private
-from axes.runtime.border import Changes, check_closed, count_changes, counted_whole, enter_global, leave_global
+from axes.runtime.border import Changes, check_closed, counted_whole, enter_global, leave_global, on_shards
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced, used
@@ -262,28 +262,20 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     held = tuple(map(torch_private.spec_of, tensors))
     region = region_of(*asked, held, plain)
     changes = Changes() if torch.is_grad_enabled() else None
-    shards = [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=True)]
-    if check:
-        check_gradients(region, shards, check)
     if of_module is not None:
         of_module.mesh, of_module.home = region.mesh, region.home
-    versions = list(map(torch_private.version_of, shards))
-    try:
-        result = _inside(fn, region.mesh, tree, shards)
-    finally:
-        count_changes(tensors, shards, versions)
+    inside = functools.partial(_inside, fn, region.mesh, tree)
+    shards, result = on_shards(inside, list(map(used, tensors)), map(_COUNTED, region.inputs), changes)
+    if check:
+        check_gradients(region, shards, check)
     found = _results(result, passed)
     if call.named.results is not None:
         region = region_of(call.named.of_results(asked[0], result), *asked[1:], held, plain)
-    pairs, others = list(zip(tensors, shards, strict=True)), shards
-    if of_module is None:
-        has_gradients = check_closed(found.tensors)
-    else:
-        has_gradients = check_closed(found.tensors, of_module.module)
-        pairs, others = [*pairs, *of_module.shards], [*shards, *of_module.tensors()]
-    if changes is not None and has_gradients:
-        for pair in pairs:
-            changes.watch(*pair)
+    pairs, others, module = list(zip(tensors, shards, strict=True)), shards, None
+    if of_module is not None:
+        pairs, others, module = pairs + of_module.shards, shards + of_module.tensors(), of_module.module
+    if check_closed(found.tensors, module) and changes is not None:
+        changes.watch(pairs)
     outputs = _entered(region, _unshared(found.tensors, others), changes)
     if check:
         check_outputs(region, outputs, check)
@@ -390,7 +382,7 @@ def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes |
     return [enter_global(x, *each, changes) for x, each in zip(results, found, strict=False)]
 
 
-_SHAPE: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+_SHAPE, _COUNTED = operator.attrgetter("shape"), operator.attrgetter("counted")
 _RESULTS = "the results of shard_map '{}'"
 
 

@@ -25,9 +25,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -55,6 +55,7 @@ from axes.runtime.torch_placements import (
 )
 from axes.runtime.transforms import PLAIN
 
+T = TypeVar("T")
 Placements = tuple[Placement, ...]
 Axes = tuple[Layout, ...]
 
@@ -66,11 +67,12 @@ class Changes(list[tuple[torch.Tensor, int, torch.Tensor, int]]):
     before it is used, and refuses then as it would on one device.
     """
 
-    def watch(self, x: DTensor, shard: torch.Tensor) -> None:
-        """From now on changes of `x` are changes of its shard."""
-        if not (x.is_inference() or shard.is_inference()):
-            outer, inner = torch_private.counter_of(x), torch_private.counter_of(shard)
-            self.append((outer, outer._version, inner, inner._version))
+    def watch(self, pairs: Iterable[tuple[DTensor, torch.Tensor]]) -> None:
+        """From now on changes of these tensors are changes of their shards."""
+        for x, shard in pairs:
+            if not (x.is_inference() or shard.is_inference()):
+                outer, inner = torch_private.counter_of(x), torch_private.counter_of(shard)
+                self.append((outer, outer._version, inner, inner._version))
 
     def tell(self) -> None:
         """Counts changes since then for the shards."""
@@ -79,11 +81,24 @@ class Changes(list[tuple[torch.Tensor, int, torch.Tensor, int]]):
                 torch.autograd.graph.increment_version(inner)
 
 
-def count_changes(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Counts for each tensor that its shard was written to since it had this version."""
-    for x, shard, version in zip(tensors, shards, versions, strict=True):
-        if torch_private.version_of(shard) != version:
-            torch.autograd.graph.increment_version(x)
+def on_shards(
+    run: Callable[[list[torch.Tensor]], T],
+    tensors: Sequence[DTensor],
+    counted: Iterable[Placements | None],
+    changes: Changes | None,
+) -> tuple[list[torch.Tensor], T]:
+    """The shards of DTensors, which leave as `leave_global` says, and what `run` makes of them.
+
+    What it writes to a shard is a change of the DTensor.
+    """
+    shards = [leave_global(x, by, changes) for x, by in zip(tensors, counted, strict=True)]
+    versions = list(map(torch_private.version_of, shards))
+    try:
+        return shards, run(shards)
+    finally:
+        for x, shard, version in zip(tensors, shards, versions, strict=True):
+            if torch_private.version_of(shard) != version:
+                torch.autograd.graph.increment_version(x)
 
 
 def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes | None = None) -> torch.Tensor:
@@ -95,7 +110,8 @@ def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
-    found = _gradient_of(x, counted)
+    find = _gradient if type(torch_private.local_of(x)) in PLAIN else _make_gradient
+    found = find(torch_private.spec_of(x), counted)
     return linear(_shard, lambda gradient: _left(found, gradient, changes), x, border="argument")
 
 
@@ -121,7 +137,7 @@ def enter_global(
         return torch_private.dtensor(local.detach() if local.requires_grad else local, spec)
     found = _enter(local, spec, counted or placements, changes)
     if changes is not None:
-        changes.watch(found, local)
+        changes.watch([(found, local)])
     return found
 
 
@@ -232,11 +248,6 @@ class _Gradient(NamedTuple):
     spec: Spec
     counted: Placements
     means: int
-
-
-def _gradient_of(x: DTensor, counted: Placements | None) -> _Gradient:
-    find = _gradient if type(torch_private.local_of(x)) in PLAIN else _make_gradient
-    return find(torch_private.spec_of(x), counted)
 
 
 def _make_gradient(spec: Spec, counted: Placements | None) -> _Gradient:
