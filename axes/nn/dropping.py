@@ -26,8 +26,7 @@ from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, given_sizes, written_sizes
 from axes.algebra.specs import marked_sharding
-from axes.ops.request import ALONE
-from axes.ops.typed import T
+from axes.ops.request import ALONE, T
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
 from axes.runtime.border import strides_like

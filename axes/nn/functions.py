@@ -42,8 +42,8 @@ from axes.ops.autocast import of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.module_regions import RegionCall
+from axes.ops.request import T
 from axes.ops.shard_map import run_region
-from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
 from axes.runtime.linear import linear

@@ -38,8 +38,7 @@ from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.ops.autocast import of_factor
 from axes.ops.global_view import Grad
-from axes.ops.request import apply, requested
-from axes.ops.typed import T
+from axes.ops.request import T, apply, requested
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.transforms import check_dense, check_not_wrapped

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -40,6 +40,9 @@ from axes.runtime.routes import Route, of_sizes, route, same_axes
 from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_not_wrapped, check_transforms, is_dense
+
+T = TypeVar("T", DTensor, torch.Tensor)
+"""A kind of tensor: of DTensors an operation makes DTensors, of plain tensors plain ones."""
 
 Sizes = tuple[tuple[str, Any], ...]
 Function = Callable[..., Any] | None

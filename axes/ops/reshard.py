@@ -22,8 +22,7 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.ops.global_view import Grad
-from axes.ops.request import Request, apply, meant, requested
-from axes.ops.typed import T
+from axes.ops.request import Request, T, apply, meant, requested
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
 from axes.runtime.programs import name_of
@@ -33,8 +32,6 @@ from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transfer_runs import carry_out
 from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_transforms
-
-Sizes = tuple[tuple[str, Any], ...]
 
 
 @overload
