@@ -12,6 +12,7 @@ Each call costs one look-up, by the request and what the tensors know of themsel
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -47,6 +48,8 @@ T = TypeVar("T", DTensor, torch.Tensor)
 Sizes = tuple[tuple[str, Any], ...]
 Function = Callable[..., Any] | None
 """The caller's function, where that reduces."""
+
+_SHAPE = operator.attrgetter("shape")
 
 Held = tuple[Any, ...]
 """What is known of tensors: torch's `DTensorSpec`s of them, or the shapes of plain ones."""
@@ -120,7 +123,7 @@ def apply(request: Request, tensors: Sequence[Any], grad: Grad = "resolved", fun
         return traced(_in_graph, (function, *what), tensors, None if is_local else grad, home, sizes)
     if is_local and not all(map(is_dense, tensors)):
         tensors = [_dense(request.called, x) for x in tensors]
-    made = _kept(request, tuple([x.shape if is_local else torch_private.spec_of(x) for x in tensors]))
+    made = _kept(request, tuple(map(_SHAPE if is_local else torch_private.spec_of, tensors)))
     made = made if function is None else made.calling(function)
     run = _on_shards if is_local else on_dtensors
     if flags.watched:

@@ -71,7 +71,7 @@ class Changes(list[tuple[torch.Tensor, int, torch.Tensor, int]]):
         """From now on changes of these tensors are changes of their shards."""
         for x, shard in pairs:
             if not (x.is_inference() or shard.is_inference()):
-                outer, inner = torch_private.counter_of(x), torch_private.counter_of(shard)
+                outer, inner = torch_private.counters_of(x, shard)
                 self.append((outer, outer._version, inner, inner._version))
 
     def tell(self) -> None:

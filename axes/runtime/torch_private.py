@@ -32,7 +32,7 @@ never by its version number.
 | `UnderWay` | `AsyncCollectiveTensor` | a name for it |
 | `owns_its_memory` | `_storage_Use_Count` | a count of a storage |
 | `memory_of` | `_cdata` | `Tensor.shares_memory_with` |
-| `version_of`, `counter_of` | `Tensor._version` | a counter that a DTensor shares with its shard |
+| `version_of`, `counters_of` | `Tensor._version` | a counter that a DTensor shares with its shard |
 | `has_base`, `untied` | `_is_view`, `_unsafe_view` | none |
 | `node_of`, `apply_of`, `TO_LOCAL`, `says_its_gradient` | `_backward_cls`, `_ToTorchTensor` | none |
 | `backward_pass` | `_current_graph_task_id` | a question of the autograd engine |
@@ -623,14 +623,14 @@ def version_of(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def counter_of(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory whose version is that of `x`, also when `x` is changed later and when it is gone."""
-    if not isinstance(x, DTensor):
-        found = x.detach()
-        found.data = _NOTHING
-        return found
+def counters_of(x: DTensor, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors without memory whose versions are those of a DTensor and of a plain tensor, also when these are changed
+    later and when they are gone.
+    """
+    inner = shard.detach()
+    inner.data = _NOTHING
     with torch._C._DisableTorchDispatch():
-        return torch._C.TensorBase.detach(x)  # of the wrapper, which has no memory
+        return torch._C.TensorBase.detach(x), inner  # of the wrapper, which has no memory
 
 
 _NOTHING = torch.empty(0)
