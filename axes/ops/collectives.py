@@ -184,7 +184,7 @@ def all_to_all(
 ) -> torch.Tensor:
     """Each rank cuts `x` along `split_dim`, sends piece i to coordinate i, and concatenates what arrives.
 
-    A matrix of blocks, whose rows are on the ranks, is both_ways:
+    A matrix of blocks, whose rows are on the ranks, is transposed:
 
         coordinate 0   [a b c]         [a d g]
         coordinate 1   [d e f]    ->   [b e h]

@@ -118,7 +118,7 @@ def _gradients(
     if type(torch_private.local_of(cotangent)) is not torch.Tensor:
         # In a graph sizes may be symbols, and strides where no size is one.
         spec = spec_at(spec, tuple(spec.shape) if made.sized else hints(spec.shape))
-    brought, back = (_way_back.__wrapped__ if made.sized else _way_back)(made, needed, spec)
+    brought, back = (_find_way_back if made.sized else _way_back)(made, needed, spec)
     if brought is not None:
         cotangent = brought.take(cotangent)
     # Nobody changes a gradient before a leaf has it.
@@ -135,8 +135,9 @@ def _gradients(
 _AS_IT_IS = contextlib.nullcontext()
 
 
-@of_world(8192)
-def _way_back(made: BoundRecipe, needed: tuple[bool, ...], spec: Spec) -> tuple[Route | None, dict[int, BoundRecipe]]:
+def _find_way_back(
+    made: BoundRecipe, needed: tuple[bool, ...], spec: Spec
+) -> tuple[Route | None, dict[int, BoundRecipe]]:
     """Where a cotangent with this spec is brought first, if anywhere, and the gradient of each operand that needs one.
 
     It is brought to what several gradients need, or to splits that fall on the names of the expression.
@@ -157,6 +158,9 @@ def _way_back(made: BoundRecipe, needed: tuple[bool, ...], spec: Spec) -> tuple[
         sized = None if made.sized is None else at_sizes(found, made.sized.size)
         back[index] = BoundRecipe(found, sized, made.device_mesh, (dtype, dtype))
     return brought, back
+
+
+_way_back = of_world(8192)(_find_way_back)
 
 
 def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
