@@ -46,8 +46,10 @@ class Tree(NamedTuple):
 
     def holding(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The same tree with other tensors, in order."""
-        others = iter(tensors)
-        leaves = [next(others) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        leaves, others = list(self.leaves), iter(tensors)
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaves[at] = next(others)
         return torch_private.put_together(leaves, self.structure)
 
 

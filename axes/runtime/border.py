@@ -23,6 +23,7 @@ their copies is asked for (`counted_alone`).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -91,7 +92,7 @@ def on_shards(
 
     What it writes to a shard is a change of the DTensor.
     """
-    shards = [leave_global(x, by, changes) for x, by in zip(tensors, counted, strict=True)]
+    shards = list(map(leave_global, tensors, counted, itertools.repeat(changes)))
     versions = list(map(torch_private.version_of, shards))
     try:
         return shards, run(shards)
