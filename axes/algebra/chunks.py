@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, product
 
-from axes.algebra.layout import Mode
+from axes.algebra.layout import Digit
 
 Runs = tuple[tuple[int, int], ...]
 """Ascending, disjoint `(start, stop)` along one dim; `((start, start),)` where there is nothing."""
@@ -45,15 +45,8 @@ def all_chunks(extent: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ..
     >>> all_chunks(5, (2, 2))
     ((0, 2), (2, 3), (3, 4), (4, 5))
     """
-    found = [(0, extent)]
-    for size in sizes:
-        steps = [(start, stop, -(-(stop - start) // size)) for start, stop in found]
-        found = [
-            (min(stop, start + at * step), min(stop, start + at * step + step))
-            for start, stop, step in steps
-            for at in range(size)
-        ]
-    return tuple(found)
+    coordinates = product(*[[(size, at) for at in range(size)] for size in sizes])
+    return tuple([nested_chunk(extent, each) for each in coordinates])
 
 
 def largest_chunk(extent: int, sizes: Iterable[int]) -> int:
@@ -82,7 +75,7 @@ def smallest_chunk(extent: int, sizes: Iterable[int]) -> int:
     return min(extents)
 
 
-def same_chunks(extent: int, one: Sequence[Sequence[Mode]], two: Sequence[Sequence[Mode]]) -> bool:
+def same_chunks(extent: int, one: Sequence[Sequence[Digit]], two: Sequence[Sequence[Digit]]) -> bool:
     """Whether two lists of chunks leave the same of `extent` elements on every rank.
 
     Each chunk is given by its digits, slowest first, in digits that both lists share. The cost doesn't depend on the
@@ -97,10 +90,10 @@ def same_chunks(extent: int, one: Sequence[Sequence[Mode]], two: Sequence[Sequen
     return alike and {*chain(*one)} == {*chain(*two)} and _agree(extent, mine, theirs)
 
 
-Varying = list[tuple[Mode, int, int]]
+Varying = list[tuple[Digit, int, int]]
 
 
-def _varying(extent: int, chunks: Iterable[Sequence[Mode]]) -> Varying:
+def _varying(extent: int, chunks: Iterable[Sequence[Digit]]) -> Varying:
     """The digits in which ranks that have elements differ; all others of these ranks' digits are 0.
 
     With each how many pieces its chunk has in all, 0 where that is said at a digit before; and how many of them lie

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _EXCERPT = 72
@@ -68,6 +69,24 @@ def unknown_axis(name: object, known: Iterable[str]) -> MeshError:
     MeshError("the mesh has no axis 'tpp'; did you mean 'tp'?")
     """
     return MeshError(f"the mesh has no axis {shortened(name)}{suggestion(_written(name, str), known)}")
+
+
+@contextmanager
+def about(text: str) -> Iterator[None]:
+    """Errors of a block about sizes, shardings and meshes end with the text that they are about.
+
+    >>> with about("b@dp d"):
+    ...     raise SizeError("b is 3")
+    Traceback (most recent call last):
+    axes.algebra.errors.SizeError: b is 3
+    in  b@dp d
+    """
+    try:
+        yield
+    except (SizeError, ShardingError, MeshError) as error:
+        if text in str(error):
+            raise
+        raise type(error)(f"{error}\nin  {text}") from None
 
 
 def _fitting(message: str) -> str:

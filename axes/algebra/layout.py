@@ -1,8 +1,8 @@
 """Layouts: which ranks an axis steps through, as digits of the rank; and universes: the job's ranks in an order.
 
 A rank's position is a number; an axis reads some of its digits. A layout lists those digits as
-modes `(size, stride)`, slowest first: coordinate `i` on the axis is the mixed-radix number whose
-digits the modes read, and its offset is `sum(digit * stride)`.
+pairs `(size, stride)`, slowest first: coordinate `i` on the axis is the mixed-radix number that these
+digits of the position make, and its offset is `sum(digit * stride)`.
 
 >>> dp, tp = Layout((4,), (2,)), Layout((2,), (1,))     # "dp=4 tp=2" over eight ranks
 >>> list(dp.offsets()), list(tp.offsets())
@@ -14,7 +14,7 @@ digits the modes read, and its offset is `sum(digit * stride)`.
 
 The strides of a layout form a divisibility chain: sorted by stride, each stride is a multiple of
 the span (`size * stride`) of the one before. Digits of a number always do, and with it every
-operation here costs O(number of modes), whatever the number of ranks.
+operation here costs O(number of digits), whatever the number of ranks.
 
 Position `p` in `0..size-1` of a universe is global rank `ranks[p]`. Consecutive ranks are kept as a range, so a
 universe of a million ranks costs nothing:
@@ -42,15 +42,15 @@ from axes.algebra.errors import MeshError, SizeError, shown
 from axes.algebra.grammar import LARGEST_SIZE
 from axes.algebra.sizes import checked_rank, tuple_of, whole_number, whole_numbers
 
-Mode = tuple[int, int]
+Digit = tuple[int, int]
 """`(size, stride)`."""
 
 
 _MOST_BITS = 63
 
 
-class Layout:
-    """An ordered tuple of digits `(size, stride)`, slowest first, in canonical form.
+class Layout(tuple[Digit, ...]):
+    """A tuple of digits `(size, stride)`, slowest first, in canonical form.
 
     Canonical: no digit of size 1, neighbours merged where the left one continues the right one.
     Equal layouts compare and hash equal. A layout without digits has size 1.
@@ -58,13 +58,10 @@ class Layout:
     Raises `MeshError` where sizes or strides aren't positive, have more than 63 bits, or the digits overlap.
     """
 
-    __slots__ = ("_hash", "modes", "size")
-
-    modes: tuple[Mode, ...]
     size: int
-    _hash: int
 
-    def __init__(self, sizes: Iterable[int] = (), strides: Iterable[int] = ()):
+    def __new__(cls, sizes: Iterable[int] = (), strides: Iterable[int] = ()) -> Layout:
+        """The layout with digits of these sizes and strides, slowest first."""
         one, two = whole_numbers(sizes), whole_numbers(strides)
         if (
             one is None
@@ -83,20 +80,20 @@ class Layout:
                     f"the digits of {_text(merged)} overlap or don't divide: "
                     f"stride {above} isn't a multiple of {size} * {stride}"
                 )
-        object.__setattr__(self, "modes", merged)
-        object.__setattr__(self, "size", math.prod([size for size, _ in merged]))
-        object.__setattr__(self, "_hash", hash(merged))
+        found = super().__new__(cls, merged)
+        found.__dict__["size"] = math.prod([size for size, _ in merged])
+        return found
 
     @classmethod
-    def of(cls, modes: Iterable[Mode]) -> Layout:
-        """The layout with these modes.
+    def of(cls, found: Iterable[Digit]) -> Layout:
+        """The layout with these digits.
 
         >>> Layout.of([(2, 4), (2, 2)])
         4:2
         """
-        pairs = tuple_of(modes)
+        pairs = tuple_of(found)
         if pairs is None or not {*map(type, pairs)} <= {tuple, list} or not {*map(len, pairs)} <= {2}:
-            raise MeshError(f"the modes of a layout are pairs (size, stride); found {shown(modes)}")
+            raise MeshError(f"the digits of a layout are pairs (size, stride); found {shown(found)}")
         return cls(*zip(*pairs, strict=True))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -105,24 +102,23 @@ class Layout:
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout, (self.sizes, self.strides)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Layout) and self.modes == other.modes)
-
-    def __hash__(self) -> int:
-        return self._hash
-
     def __repr__(self) -> str:
-        return _text(self.modes)
+        return _text(self)
+
+    @property
+    def modes(self) -> tuple[Digit, ...]:
+        """The digits, slowest first."""
+        return tuple(self)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Size of each digit, slowest first."""
-        return tuple([size for size, _ in self.modes])
+        return tuple([size for size, _ in self])
 
     @property
     def strides(self) -> tuple[int, ...]:
         """Stride of each digit in positions, slowest first."""
-        return tuple([stride for _, stride in self.modes])
+        return tuple([stride for _, stride in self])
 
     def offset(self, index: int) -> int:
         """The offset of coordinate `index`, `0 <= index < size`.
@@ -134,7 +130,7 @@ class Layout:
         if at is None or not 0 <= at < self.size:
             raise MeshError(f"coordinate {shown(index)} is outside 0..{self.size - 1} of {self}")
         total = 0
-        for size, stride in reversed(self.modes):
+        for size, stride in reversed(self):
             at, digit = divmod(at, size)
             total += digit * stride
         return total
@@ -145,11 +141,11 @@ class Layout:
         >>> Layout((2,), (4,)).offsets()
         range(0, 8, 4)
         """
-        if len(self.modes) <= 1:
-            size, stride = self.modes[0] if self.modes else (1, 1)
+        if len(self) <= 1:
+            size, stride = self[0] if self else (1, 1)
             return range(0, size * stride, stride)
         found = [0]
-        for size, stride in self.modes:
+        for size, stride in self:
             found = [base + digit for base in found for digit in range(0, size * stride, stride)]
         return found
 
@@ -162,7 +158,7 @@ class Layout:
         # Asked of every rank for every layout: the check would take longer than the answer.
         at = position if type(position) is int and position >= 0 else checked_rank("a position", position)
         index = 0
-        for size, stride in self.modes:
+        for size, stride in self:
             index = index * size + at // stride % size
         return index
 
@@ -178,9 +174,9 @@ class Layout:
         if found is None or any(size < 1 for size in found) or math.prod(found) != self.size:
             raise SizeError(f"{self} has size {self.size}, which isn't split into {shown(sizes)}")
         parts: list[Layout] = []
-        rest = list(self.modes)
+        rest = list(self)
         for wanted in reversed(found):
-            taken: list[Mode] = []
+            taken: list[Digit] = []
             while wanted > 1:
                 size, stride = rest.pop()
                 low = math.gcd(size, wanted)
@@ -200,7 +196,7 @@ class Layout:
         >>> Layout.product(Layout((2,), (4,)), Layout((4,), (1,)))
         8:1
         """
-        return Layout.of([mode for layout in layouts for mode in checked_layout(layout).modes])
+        return Layout.of([mode for layout in layouts for mode in checked_layout(layout)])
 
     def complement(self, size: int) -> Layout:
         """The digits of a universe of `size` positions that this layout doesn't read.
@@ -243,8 +239,8 @@ class Layout:
         """
         return any(
             stride < size_ * stride_ and stride_ < size * stride
-            for size, stride in self.modes
-            for size_, stride_ in checked_layout(other).modes
+            for size, stride in self
+            for size_, stride_ in checked_layout(other)
         )
 
 
@@ -270,13 +266,6 @@ class Universe:
             twice, _ = Counter(listed).most_common(1)[0]
             raise MeshError(f"ranks are distinct; found {shown(twice)} more than once")
         return cls(tuple(listed))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.ranks)
 
     @property
     def size(self) -> int:
@@ -324,11 +313,11 @@ def checked_layout(value: object) -> Layout:
     return value
 
 
-def digits(*layouts: Layout) -> tuple[tuple[Mode, ...], ...]:
+def digits(*layouts: Layout) -> tuple[tuple[Digit, ...], ...]:
     """The common refinement: each layout as an ordered tuple of digits that all of them share.
 
     Two digits of the result are the same or don't overlap. Raises `MeshError` where the boundaries
-    of the modes form no divisibility chain.
+    of the digits form no divisibility chain.
 
     >>> digits(Layout((8,), (1,)), Layout((2,), (2,)))
     (((2, 4), (2, 2), (2, 1)), ((2, 2),))
@@ -336,20 +325,20 @@ def digits(*layouts: Layout) -> tuple[tuple[Mode, ...], ...]:
     Traceback (most recent call last):
     axes.algebra.errors.MeshError: 2:3 and 3:2 have no common digits: 3 isn't a multiple of 2
     """
-    bounds = sorted({b for lay in layouts for size, stride in lay.modes for b in (stride, size * stride)})
+    bounds = sorted({b for lay in layouts for size, stride in lay for b in (stride, size * stride)})
     steps = list(pairwise(bounds))
     for low, high in steps:
         if high % low:
             texts = " and ".join(dict.fromkeys(map(str, layouts)))
             raise MeshError(f"{texts} have no common digits: {high} isn't a multiple of {low}")
     cut = [
-        [(high // low, low) for s, d in layout.modes for low, high in reversed(steps) if d <= low and high <= s * d]
+        [(high // low, low) for s, d in layout for low, high in reversed(steps) if d <= low and high <= s * d]
         for layout in layouts
     ]
     return tuple(map(tuple, cut))
 
 
-def common_digits(layouts: Iterable[Layout]) -> dict[Layout, tuple[Mode, ...]] | None:
+def common_digits(layouts: Iterable[Layout]) -> dict[Layout, tuple[Digit, ...]] | None:
     """Each layout as digits that are common to all of them, or None where there are none."""
     every = tuple(dict.fromkeys(layouts))
     try:
@@ -358,9 +347,9 @@ def common_digits(layouts: Iterable[Layout]) -> dict[Layout, tuple[Mode, ...]] |
         return None
 
 
-def _merged(modes: Iterable[Mode]) -> tuple[Mode, ...]:
-    found: list[Mode] = []
-    for size, stride in modes:
+def _merged(every: Iterable[Digit]) -> tuple[Digit, ...]:
+    found: list[Digit] = []
+    for size, stride in every:
         if size == 1:
             continue
         if found and found[-1][1] == size * stride:
@@ -370,6 +359,6 @@ def _merged(modes: Iterable[Mode]) -> tuple[Mode, ...]:
     return tuple(found)
 
 
-def _text(modes: Sequence[Mode]) -> str:
-    texts = [f"{size}:{stride}" for size, stride in modes] or ["1:1"]
+def _text(every: Sequence[Digit]) -> str:
+    texts = [f"{size}:{stride}" for size, stride in every] or ["1:1"]
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"

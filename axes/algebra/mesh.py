@@ -35,7 +35,7 @@ from axes.algebra.cost import checked_node
 from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
 from axes.algebra.grammar import checked_text, parse_declaration, parse_equation
-from axes.algebra.layout import Layout, Mode, Universe, checked_layout
+from axes.algebra.layout import Digit, Layout, Universe, checked_layout
 from axes.algebra.mesh_names import declared, defined, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
@@ -107,7 +107,7 @@ class Mesh:
         self.__dict__.update(zip(_FIELDS, fields.values(), strict=True))
         layouts = tuple([self.namespace[name] for name in self.axis_names])
         whole = _whole(self.axis_names, layouts)
-        extent = Layout.of(sorted(whole.modes, key=lambda mode: -mode[1]))
+        extent = Layout.of(sorted(whole, key=lambda digit: -digit[1]))
         key = (self.universe, self.axis_names, tuple(self.namespace.items()), self.ranks_per_node, self.binding)
         self.__dict__.update(layouts=layouts, layout_of_all=whole, extent=extent, size=whole.size, _key=key)
         self.__dict__["_hash"] = hash(key)
@@ -302,6 +302,25 @@ class Mesh:
         parsed = [parse_equation(text) for text in equations]
         return self._with(namespace=defined(self.namespace, parsed, keywords, sizes))
 
+    def knowing(self, other: Mesh, names: Iterable[str]) -> Mesh:
+        """The mesh with what these names mean on another mesh of the same ranks.
+
+        Raises `MeshError` where they mean other ranks here.
+
+        >>> Mesh("dp=2 cp=2").knowing(Mesh("all=4"), ["all"]).names
+        {'dp': 2, 'cp': 2, 'all': 4}
+        """
+        further = {name: other.layout(name) for name in names}
+        for name, layout in further.items():
+            if self.namespace.get(name, layout) != layout:
+                raise MeshError(
+                    f"'{name}' is {self.described(name)} of {self!r}, on which the tensor is, and other ranks on "
+                    f"{other!r}; two meshes that meet give a name one meaning, so rename one"
+                )
+        if further.keys() <= self.namespace.keys():
+            return self
+        return self._with(namespace={**self.namespace, **further})
+
     def sharding(self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Sharding:
         """How a tensor lies on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
 
@@ -427,7 +446,7 @@ class Mesh:
         """A layout as the longest ones that have a name, or are `among` these, in order; its digits where none is."""
         names = self.namespace.values() if among is None else among
         known = sorted([each for each in names if each.size > 1], key=lambda each: -each.size)
-        found, rest = list[Layout](), list(layout.modes)
+        found, rest = list[Layout](), list(layout)
         while rest:
             part = next((each for each in known if _behind(rest, each) is not None), Layout.of(rest[:1]))
             found.append(part)
@@ -686,10 +705,10 @@ def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
         ) from None
 
 
-def _behind(modes: Sequence[Mode], layout: Layout) -> list[Mode] | None:
+def _behind(every: Sequence[Digit], layout: Layout) -> list[Digit] | None:
     """What is left of the digits after those of `layout`, or None where they don't begin with it."""
-    left = list(modes)
-    for size, stride in layout.modes:
+    left = list(every)
+    for size, stride in layout:
         if not left or left[0][0] * left[0][1] != size * stride or left[0][0] % size:
             return None
         rest, low = left[0][0] // size, left[0][1]

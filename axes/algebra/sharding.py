@@ -21,13 +21,13 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from axes.algebra import providers
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
-from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
-from axes.algebra.grammar import place_text
-from axes.algebra.layout import Layout, Universe, common_digits, digits
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shown
+from axes.algebra.grammar import Span, place_text
+from axes.algebra.layout import Layout, Universe, common_digits
 from axes.algebra.opaque import Placement
 from axes.algebra.sizes import checked_rank, checked_shape, tuple_of, whole_number
 
@@ -58,8 +58,7 @@ Pending = tuple[tuple[str, Layout], ...]
 """Reductions that haven't happened yet: the value is `op` over the ranks along a layout."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A dim, or a factor of a dim that is written as a group: the layouts that split it, major first, and its size
     where that is written."""
 
@@ -143,16 +142,6 @@ class Sharding:
         if not {*map(type, self.dims)} <= {Slots}:
             raise ShardingError("a Sharding is made by mesh.sharding(text), or by Sharding.from_placements")
         _check_axes(self)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.mesh, self.dims, self.pending))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Sharding, (self.mesh, self.dims, self.pending, self.names)  # a hash is a process's own
 
     @functools.cached_property
     def ndim(self) -> int:
@@ -410,19 +399,21 @@ def _check_axes(sharding: Sharding) -> None:
     for _, layout in places:
         if not mesh.extent.contains(layout):
             raise ShardingError(f"axis '{mesh.called(layout)}' isn't made of the axes of {mesh!r}")
-    check_apart([(where, mesh.called(layout), layout) for where, layout in places])
-    try:
-        digits(*sharding.used)
-    except MeshError as error:
-        raise ShardingError(f"axes of one sharding are digits of the same factorization: {error}") from None
+    check_apart([(where, mesh.called(layout), layout, (0, 0)) for where, layout in places])
+    found = " and ".join(map(str, sharding.used))
+    raise ShardingError(f"axes of one sharding are digits of the same factorization; {found} have no common digits")
 
 
-def check_apart(places: Iterable[tuple[str, str, Layout]]) -> None:
-    """Refuse an axis in two places, or two that share ranks: each with its text, and the axis's name and layout."""
-    for (there, other, one), (where, name, two) in itertools.combinations(places, 2):
+def check_apart(places: Iterable[tuple[str, str, Layout, Span]], text: str = "") -> None:
+    """Refuse an axis in two places of a tensor, or two that share ranks.
+
+    Each place has its text, the name and the layout of the axis, and where that is in the whole `text`.
+    """
+    for (there, other, one, _), (where, name, two, span) in itertools.combinations(places, 2):
         if name == other or one.overlaps(two):
             both = f"axis '{name}' is used twice" if name == other else f"axes '{other}' and '{name}' share ranks"
-            raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
+            caret = f"\n{pointed(text, *span)}" if text else ""
+            raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending{caret}")
 
 
 @functools.lru_cache(maxsize=4096)

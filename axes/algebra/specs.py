@@ -13,15 +13,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from axes.algebra import grammar
-from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError, pointed, shortened
+from axes.algebra.errors import (
+    AxesError,
+    ExpressionError,
+    MeshError,
+    ShardingError,
+    SizeError,
+    about,
+    pointed,
+    shortened,
+)
 from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import Layout
-from axes.algebra.sharding import Sharding, Slot, Slots, slots_text
+from axes.algebra.sharding import Sharding, Slot, Slots, check_apart, slots_text
 from axes.algebra.sizes import given_sizes
 
 if TYPE_CHECKING:
@@ -47,12 +56,8 @@ def marked_sharding(
 def _parsed(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None, marks: bool
 ) -> tuple[Sharding, tuple[Layout, ...]]:
-    try:
+    with about(spec):
         return read_sharding(mesh, spec, sizes, ndim, marks=marks)
-    except (ShardingError, MeshError) as error:
-        if spec in str(error):
-            raise
-        raise type(error)(f"{error}\n  in  {' '.join(spec.split())[:200]}") from None
 
 
 def read_sharding(
@@ -94,15 +99,8 @@ def read_sharding(
 
 def check_once(mesh: Mesh, text: str, tree: grammar.Spec) -> None:
     """Refuse axes that stand twice in a tensor or share ranks, by the names that the text has, whatever their size."""
-    seen: dict[str, str] = {}
-    places = grammar.places_of(tree)
-    every = [(where, name, place.span) for where, place in places for name in place.names if name != "*"]
-    for where, name, span in every:
-        for other, there in seen.items():
-            if name == other or mesh.layout(name).overlaps(mesh.layout(other)):
-                both = f"axis '{name}' is used twice" if name == other else f"axes '{other}' and '{name}' share ranks"
-                _wrong(f"{both}: in {there} and in {where}; each axis splits one place or is pending", text, span)
-        seen[name] = where
+    places = [(where, name, place.span) for where, place in grammar.places_of(tree) for name in place.names]
+    check_apart([(where, name, mesh.layout(name), span) for where, name, span in places if name != "*"], text)
 
 
 def retargeted(
@@ -137,22 +135,8 @@ def retargeted(
 def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: tuple[tuple[str, Any], ...]) -> Sharding:
     """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
     if mesh.universe == source.mesh.universe:
-        mesh = _with_names(mesh, where, grammar.axes_of(parse_spec(spec)))
+        mesh = mesh.knowing(where, grammar.axes_of(parse_spec(spec)))
     return read_sharding(mesh, spec, sizes, source.ndim, source)[0]
-
-
-def _with_names(mesh: Mesh, where: Mesh, names: Sequence[str]) -> Mesh:
-    """`mesh`, in which these names mean what they mean in `where`."""
-    further = {}
-    for name in names:
-        layout = where.layout(name)
-        if mesh.namespace.get(name, layout) != layout:
-            raise MeshError(
-                f"'{name}' is {layout} in {where!r}, where the spec is read, and {mesh.namespace[name]} in "
-                f"{mesh!r}, where the tensor lies"
-            )
-        further[name] = layout
-    return mesh if further.keys() <= mesh.namespace.keys() else mesh._with(namespace={**mesh.namespace, **further})
 
 
 def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:

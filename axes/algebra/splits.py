@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.layout import Digit, Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Cut, Slot, Slots, cuts, sized
 
@@ -88,7 +87,9 @@ def of_names(names: Sequence[tuple[Slots, int]]) -> Slots:
     for slot in large:
         size, last = slot.size or 1, found[-1] if found else None
         if len(large) > 1 and size % slot.pieces:
-            raise ShardingError(f"a factor of {size} is split into {slot.pieces} uneven parts inside the group")
+            raise ShardingError(
+                f"a factor of {size} is split into {slot.pieces} uneven parts; inside a group it must divide"
+            )
         # Pieces that are used up hand the rest of the split on to what follows.
         if last and (not (last.layouts or slot.layouts) or (last.layouts and last.size == last.pieces)):
             found[-1] = Slot((*last.layouts, *slot.layouts), (last.size or 1) * size)
@@ -101,7 +102,7 @@ def of_names(names: Sequence[tuple[Slots, int]]) -> Slots:
 
 def _open(slots: Slots) -> Slots:
     """The dim with a last slot whose size follows from the others, as of an empty dim."""
-    return Slots((*slots[:-1], replace(slots[-1], size=None)))
+    return Slots((*slots[:-1], slots[-1]._replace(size=None)))
 
 
 class Digits:
@@ -112,20 +113,20 @@ class Digits:
         every = tuple(dict.fromkeys(layouts))
         self._of = dict(zip(every, digits(*every), strict=True))
 
-    def of(self, layouts: Iterable[Layout]) -> tuple[Mode, ...]:
+    def of(self, layouts: Iterable[Layout]) -> tuple[Digit, ...]:
         """The digits of layouts in order."""
         return tuple([digit for layout in layouts for digit in self._of[layout]])
 
     def shared(self, uses: Iterable[tuple[str, Layout]]) -> tuple[Layout, str, str] | None:
         """A layout of which a digit is used twice, and the two that use it; None where each is used once."""
-        owner: dict[Mode, str] = {}
+        owner: dict[Digit, str] = {}
         for what, layout in uses:
             for digit in self.of((layout,)):
                 if owner.setdefault(digit, what) != what:
                     return layout, owner[digit], what
         return None
 
-    def pick(self, layout: Layout, wanted: frozenset[Mode]) -> tuple[Layout, ...]:
+    def pick(self, layout: Layout, wanted: frozenset[Digit]) -> tuple[Layout, ...]:
         """What of a layout consists of the digits in `wanted`."""
         mine = self._of[layout]
         if all(digit in wanted for digit in mine):

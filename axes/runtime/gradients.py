@@ -38,7 +38,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.expressions import required
-from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.layout import Digit, Layout, digits
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding, unmarked
 from axes.algebra.splits import Digits
@@ -57,7 +57,7 @@ def copies(value: Sharding, arrived: Sharding) -> int:
     return math.prod([size for size, _ in _replicated(value, arrived)])
 
 
-def _replicated(*shardings: Sharding) -> list[Mode]:
+def _replicated(*shardings: Sharding) -> list[Digit]:
     """The digits of the mesh over which all of these are replicated."""
     mesh, used = shardings[0].mesh, [layout for each in shardings for layout in each.used]
     found = Digits(mesh, [mesh.extent, *used])

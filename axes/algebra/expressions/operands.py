@@ -27,11 +27,13 @@ def sizes_of_atoms(
     reading: Reading, mesh: Mesh, is_global: bool, shapes: Sequence[Shape], given: Mapping[str, Any]
 ) -> tuple[dict[str, int], set[str]]:
     """The whole size of every atom, and the atoms that plain shards alone say, each its rank's part."""
-    wholes, assumed = reading.wholes, set[str]()
+    equations, assumed = list[Product](), set[str]()
     known = given_sizes(given, None, reading.items, [item.name for item in reading.items])
     known |= {atom: int(atom_text(atom)) for atom in reading.atoms if is_number(atom)}
-    known |= {whole: math.prod([known[n] for n in inner]) for whole, inner in wholes.items() if {*inner} <= {*known}}
-    equations = []
+    for whole, inner in reading.wholes.items():
+        # Of the names that have no size one has what the others leave.
+        missing = [name for name in inner if name not in known]
+        equations.append(Product((*[name for name in inner if name in known], *missing[:1]), (whole,), 1, reading.text))
     for number, (term, shape) in enumerate(zip(reading.operands, shapes, strict=True)):
         for at, (dim, group, extent) in enumerate(zip(term.dims, term.groups, shape, strict=True)):
             count = 1 if is_global else math.prod([mesh.layout(axis).size for axis in axes_of_dim(dim)])
@@ -42,16 +44,8 @@ def sizes_of_atoms(
                 where = f"dim {at} of {list(shape)}" + (f", operand {number + 1}" if len(shapes) > 1 else "")
                 equations.append(Product(group, (), extent * count, f"{where}, in  {reading.text}"))
     found = solve(equations, known)
-    for atom in reading.atoms:
-        inner = wholes.get(atom, (atom,))
-        if atom not in found:
-            name = next(name for name in inner if name not in known)
-            raise SizeError(
-                f"the size of '{name}' isn't known from any tensor; give it, like {name}=2\nin  {reading.text}"
-            )
-        if atom in wholes and found[atom] % math.prod([known.get(name, 1) for name in inner]):
-            parts = " * ".join([f"{name}={known[name]}" for name in inner if name in known])
-            raise SizeError(f"{found[atom]} isn't a multiple of  {parts}  for {atom} in  {reading.text}")
+    for atom in [atom for atom in reading.atoms if atom not in found]:
+        raise SizeError(f"the size of '{atom}' isn't known from any tensor; give it, like {atom}=2")
     return {atom: found[atom] for atom in reading.atoms}, assumed
 
 
@@ -78,12 +72,7 @@ class Operands:
 
     def joined(self, group: Sequence[str], splits: Sequence[Slots]) -> Slots:
         """The dim whose atoms are split so."""
-        try:
-            return of_names([*zip(splits, map(self.sizes.__getitem__, group), strict=True)])
-        except ShardingError as error:
-            raise ShardingError(
-                f"{error} {group_text(group)}, and a split factor of a group must divide\nin  {self.reading.text}"
-            ) from None
+        return of_names([*zip(splits, map(self.sizes.__getitem__, group), strict=True)])
 
     def handed_down(self, dim: Slots, group: Sequence[str], advice: str) -> list[Slots]:
         """How the atoms of a dim are split; `ShardingError` where its split doesn't fall on them."""

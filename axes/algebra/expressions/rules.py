@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, unknown_axis
+from axes.algebra.errors import MeshError, ShardingError, SizeError, about, pointed, unknown_axis
 from axes.algebra.expressions.operands import Operands, sizes_of_atoms
 from axes.algebra.expressions.reading import KINDS, Reading, group_text, is_name, read
 from axes.algebra.expressions.recipe import Recipe, Shape, Shardings, sharding_by_atoms, singles
@@ -61,10 +61,11 @@ def recipe(
     """
     assert kind in KINDS
     reading = read(kind, text, tuple(map(len, shapes)))
-    home = _mesh_of_result(reading, mesh, shardings)
-    actual = tuple([None if s is None else s.on(home).sized(n) for s, n in zip(shardings, shapes, strict=True)])
-    whole, assumed = sizes_of_atoms(reading, home, actual[0] is not None, shapes, dict(sizes))
-    found = _kept(home.rank, reading, home, actual, tuple(_small(reading, home, actual, whole).items()), op)
+    with about(text):
+        home = _mesh_of_result(reading, mesh, shardings)
+        actual = tuple([None if s is None else s.on(home).sized(n) for s, n in zip(shardings, shapes, strict=True)])
+        whole, assumed = sizes_of_atoms(reading, home, actual[0] is not None, shapes, dict(sizes))
+        found = _kept(home.rank, reading, home, actual, tuple(_small(reading, home, actual, whole).items()), op)
     found = replace(found, sizes=tuple(whole.items()))
     if kind == "reduce" and assumed:
         found = replace(found, counted=_counted(found, reading, assumed))
@@ -154,22 +155,7 @@ def _mesh_of_result(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding |
         )
     if mesh.universe != home.universe:
         raise MeshError(f"the tensor is on {home!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
-    return _knowing(reading, home, mesh)
-
-
-def _knowing(reading: Reading, home: Mesh, other: Mesh) -> Mesh:
-    """`home` with the names that the expression takes from another mesh."""
-    if other is home or (all(name in home.namespace for name in reading.axes) and other == home):
-        return home
-    namespace = dict(home.namespace)
-    for name in reading.axes:
-        layout = other.namespace.get(name)
-        if layout is not None and namespace.setdefault(name, layout) != layout:
-            raise MeshError(
-                f"'{name}' is {home.described(name)} of {home!r}, on which the tensor is, and other ranks on "
-                f"{other!r}; two meshes that meet give a name one meaning, so rename one\nin  {reading.text}"
-            )
-    return home if len(namespace) == len(home.namespace) else home._with(namespace=namespace)
+    return home.knowing(mesh, [name for name in reading.axes if name in mesh.namespace])
 
 
 def _check_axes(reading: Reading, mesh: Mesh) -> None:
@@ -346,7 +332,7 @@ class _Result:
         dims = [has.joined(group, [target[atom] for atom in group]) for group in result.groups]
         tensor = sharding_by_atoms(self.mesh, result.groups, dims, pending)
         if has.is_global:
-            self._check_torch(tensor)
+            check_torch_can(tensor, has.whole(result.groups))
         multiplier = math.prod(layout.size for op, layout in arising if op == "mean")
         return Recipe(
             reading.kind,
@@ -364,9 +350,3 @@ class _Result:
         self, atoms: Sequence[str], splits: Mapping[str, Slots], pending: Iterable[tuple[str, Layout]]
     ) -> Sharding:
         return sharding_by_atoms(self.mesh, singles(atoms), [splits[atom] for atom in atoms], pending)
-
-    def _check_torch(self, result: Sharding) -> None:
-        try:
-            check_torch_can(result, self.has.whole(self.reading.result.groups))
-        except ShardingError as error:
-            raise ShardingError(f"{error}\nin  {self.reading.text}") from None

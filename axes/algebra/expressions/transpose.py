@@ -84,7 +84,7 @@ class _Free:
             return arrived
         if not free or len(state) > 1 or len(arrived) > 1:
             return state
-        return Slots((replace(state[0], layouts=(*state.layouts, *free)),))
+        return Slots((state[0]._replace(layouts=(*state.layouts, *free)),))
 
     def kept(
         self, dims: Iterable[Slots], arrived: Iterable[Slots], pending: Iterable[tuple[str, Layout]]
