@@ -46,7 +46,8 @@ Digit = tuple[int, int]
 """`(size, stride)`."""
 
 
-_MOST_BITS = 63
+MOST_BITS = 63
+"""Sizes and strides have no more."""
 
 
 class Layout(tuple[Digit, ...]):
@@ -67,10 +68,10 @@ class Layout(tuple[Digit, ...]):
             one is None
             or two is None
             or len(one) != len(two)
-            or not 1 <= min(one + two, default=1) <= max(one + two, default=1) < 2**_MOST_BITS
+            or not 1 <= min(one + two, default=1) <= max(one + two, default=1) < 2**MOST_BITS
         ):
             raise MeshError(
-                f"a layout has as many strides as sizes, whole numbers that are at least 1 and have {_MOST_BITS} bits; "
+                f"a layout has as many strides as sizes, whole numbers that are at least 1 and have {MOST_BITS} bits; "
                 f"found {shown(sizes)} and {shown(strides)}"
             )
         merged = _merged(zip(one, two, strict=True))

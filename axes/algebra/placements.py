@@ -23,7 +23,7 @@ from typing import Any
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh, checked_mesh
-from axes.algebra.sharding import Cut, Sharding, Slot, Slots, classes, cuts, pending_runs, pending_text, same_cuts
+from axes.algebra.sharding import EXTREMES, LINEAR, Cut, Sharding, Slot, Slots, classes, cuts, pending_runs, pending_text, same_cuts
 from axes.algebra.splits import of_cuts, split
 
 
@@ -170,7 +170,7 @@ def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int, shape: Seq
         op = getattr(placement, "reduce_op", None)
         if op is not None:
             op = {"avg": "mean"}.get(op, op)
-            if op not in ("sum", "mean", "max", "min"):
+            if op not in LINEAR | EXTREMES:
                 raise ShardingError(f"a pending '{op}' has no name in axes; resolve it first")
             pending += [(op, layout)] * (layout.size > 1)
         elif dim is not None:

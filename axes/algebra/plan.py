@@ -8,8 +8,9 @@ b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
   1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
 
 A plan is made of algebra alone: two shardings, a shape and a dtype. It is the same on every rank,
-whatever groups exist, and takes the same time for eight ranks and for a million: ranks are listed
-only when a step is asked for them (`ranks`, `exchange`).
+whatever groups exist. Where both shardings have common digits, it takes the same time for eight ranks and
+for a million: ranks are listed only when a step is asked for them (`ranks`, `exchange`). Without common
+digits, as between two sets of ranks, the planner looks at the tiles of all ranks.
 
 How the cheapest sequence is found is told in `axes.algebra.planning`. Of a step an executor needs to know:
 
@@ -72,7 +73,7 @@ from axes.algebra.opaque import Dtype
 from axes.algebra.planning.candidates import COLLECTIVES, Digit, Stage, Stages, State, candidates, common, opened
 from axes.algebra.planning.exchange import Exchange, Message, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding, Slots, unmarked
-from axes.algebra.sizes import checked_tensor_shape, given_sizes
+from axes.algebra.sizes import Shape, checked_tensor_shape, given_sizes
 from axes.algebra.specs import check_same_dims, factors_by_name, parsed_sharding
 from axes.algebra.splits import split
 
@@ -87,7 +88,6 @@ ITEMSIZE = {
 
 _NARROW = ("float8", "float4")
 
-Shape = tuple[int, ...]
 End = str | Sharding
 
 
@@ -379,8 +379,8 @@ def plan(
     known = dict.fromkeys(name for end in (source, target) if isinstance(end, str) for name in factors_by_name(end))
     given = given_sizes(keywords, sizes, (), known, "the specs")
     check_same_dims(source, target)
-    one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
-    two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)
+    one = _end(source, source_mesh if source_mesh is not None else mesh, shape, given)
+    two = _end(target, target_mesh if target_mesh is not None else mesh, shape, given)
     model = model_of(one.mesh) if cost_model is None else cost_model
     if not isinstance(model, CostModel):
         raise ShardingError(f"cost_model is an axes.CostModel; found {shown(cost_model)}")
@@ -389,14 +389,12 @@ def plan(
     return replace(found, source=one, target=two, rank=one.mesh.rank)
 
 
-def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) -> Sharding:
+def _end(end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) -> Sharding:
     if isinstance(end, Sharding):
         found = end
     else:
         named = {name: size for name, size in given.items() if name in factors_by_name(end)}
         found = parsed_sharding(required_mesh(mesh, "axes.plan"), end, tuple(sorted(named.items())), len(shape))
-    if found.ndim != len(shape):
-        raise ShardingError(f"the {side} '{found}' has {found.ndim} dims, the shape {len(shape)}: {list(shape)}")
     # `same` says that values are equal on every rank, as replicated ones are: it matters to gradients alone.
     return unmarked(found)[0].at(shape)
 

@@ -27,21 +27,16 @@ from axes.algebra import providers
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shown
 from axes.algebra.grammar import Span, place_text
-from axes.algebra.layout import Layout, Universe, common_digits
+from axes.algebra.layout import MOST_BITS, Layout, Universe, common_digits
 from axes.algebra.opaque import Placement
-from axes.algebra.sizes import checked_rank, checked_shape, tuple_of, whole_number
+from axes.algebra.sizes import Shape, checked_rank, checked_shape, tuple_of, whole_number
 
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
 
 Indices = slice | tuple[slice, ...]
-Shape = tuple[int, ...]
-
 _MOST_DIMS = 4096
 """More dims than any tensor has."""
-
-_MOST_BITS = 63
-"""Sizes have no more."""
 
 LINEAR = frozenset({"sum", "mean"})
 """The reductions that pass through anything linear."""
@@ -52,7 +47,7 @@ EXTREMES = frozenset({"max", "min"})
 T = TypeVar("T")
 
 Names = tuple[tuple[str, ...], ...]
-"""For each dim the names of its slots, for printing; "" is one that has none, as a number in a group."""
+"""For each dim the names in it, for printing; "" is a slot that has none, as a number in a group."""
 
 Pending = tuple[tuple[str, Layout], ...]
 """Reductions that haven't happened yet: the value is `op` over the ranks along a layout."""
@@ -93,6 +88,19 @@ class Slots(tuple[Slot, ...]):
     def pieces(self) -> int:
         """Into how many pieces the dim is split."""
         return math.prod([layout.size for layout in self.layouts])
+
+
+def names_of(names: Sequence[str], slots: Sequence[object]) -> tuple[str, ...]:
+    """The names of the slots of a dim that consists of these names, or of atoms of an expression (`3#7` is a 3).
+
+    >>> names_of(["h", "d"], [0, 1]), names_of(["h", "d"], [0]), names_of(["h"], [0, 1])
+    (('h', 'd'), ('(h d)',), ('', 'h'))
+    """
+    texts = tuple([name.partition("#")[0] for name in names])
+    if len(slots) == 1 and len(texts) > 1:
+        return (f"({' '.join(texts)})",)
+    last = texts if len(texts) == 1 else ("",)
+    return texts if len(texts) == len(slots) else (*[""] * (len(slots) - 1), *last)
 
 
 def slots_text(mesh: Mesh, slots: Slots, names: Sequence[str] = ()) -> str:
@@ -160,8 +168,7 @@ class Sharding:
 
     def names_of(self, dim: int) -> tuple[str, ...]:
         """The names of the slots of a dim."""
-        found = self.names[dim] if self.names else ()
-        return found if len(found) == len(self.dims[dim]) else ("",) * len(self.dims[dim])
+        return names_of(self.names[dim] if self.names else (), self.dims[dim])
 
     def __str__(self) -> str:
         return self.spec
@@ -302,8 +309,9 @@ class Sharding:
         whole = checked_shape(shape)
         if self.is_plain or max(map(len, self.dims)) == 1:
             return self
-        pairs = zip(self.dims, self.extents(whole), strict=True)
-        return replace(self, dims=tuple([_of_sizes(*each) if len(each[0]) > 1 else each[0] for each in pairs]))
+        self.extents(whole)  # refuses what doesn't fit
+        pairs = zip(self.dims, whole, strict=True)
+        return replace(self, dims=tuple([Slots(sized(*each)) if len(each[0]) > 1 else each[0] for each in pairs]))
 
     def at(self, shape: Sequence[int]) -> Sharding:
         """What planning sees of it for tensors of this shape: the sizes of all factors of groups, and of a group
@@ -313,10 +321,11 @@ class Sharding:
         >>> Mesh("dp=2 tp=2").sharding("(b@dp s) (qkv=3 heads@tp d)", b=4, d=4).at((8, 24)).spec
         '(b s)@dp (qkv=3 heads=2@tp d=4)'
         """
-        extents = self.extents(shape)  # refuses what doesn't fit
+        self.extents(shape)  # refuses what doesn't fit
         if self.is_plain:
             return self
-        dims, names = list(map(_of_sizes, self.dims, extents)), list(map(self.names_of, range(self.ndim)))
+        dims = [Slots(sized(*each)) for each in zip(self.dims, shape, strict=True)]
+        names = list(map(self.names_of, range(self.ndim)))
         for at, slots in enumerate(self.dims):
             if not any(slot.layouts for slot in slots[1:]):  # the major factor alone is split, and with it the dim
                 inner = " ".join([name or str(slot.size) for name, slot in zip(names[at], slots, strict=True)])
@@ -424,10 +433,6 @@ def _are_apart(mesh: Mesh, layouts: tuple[Layout, ...]) -> bool:
     return found is not None and len({*used}) == len(used) and {*found[mesh.extent]}.issuperset(used)
 
 
-def _of_sizes(slots: Slots, sizes: Sequence[int]) -> Slots:
-    return Slots([Slot(slot.layouts, size) for slot, size in zip(slots, sizes, strict=True)])
-
-
 def _sizes(sharding: Sharding, dim: int, shape: Shape) -> tuple[int, ...]:
     """The sizes of the slots of a dim."""
     slots, extent = sharding.dims[dim], shape[dim]
@@ -524,7 +529,7 @@ def _same_even_cuts(mine: Slots, theirs: Slots) -> bool:
     known = [math.prod([slot.size or 1 for slot in slots]) for slots in (mine, theirs)]
     wholes = {size for size, slots in zip(known, (mine, theirs), strict=True) if all(slot.size for slot in slots)}
     # Of a size that is open the open factors are larger than any that is written.
-    whole = min(wholes, default=math.prod(known) << _MOST_BITS)
+    whole = min(wholes, default=math.prod(known) << MOST_BITS)
     return len(wholes) < 2 and _merged_cuts(mine, whole) == _merged_cuts(theirs, whole)
 
 

@@ -24,6 +24,9 @@ from typing import Any
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import LARGEST_SIZE, Item
 
+Shape = tuple[int, ...]
+"""The sizes of a tensor's dims."""
+
 _SHOWN = 12
 _PLAIN = frozenset({int})
 

@@ -210,13 +210,10 @@ def _kept(mesh: Mesh, home: Mesh, layouts: Iterable[Layout]) -> tuple[Layout, ..
             raise ShardingError(
                 f"'*' stands for '{name}' of {home!r}, which {mesh!r} on other ranks hasn't; write its axes"
             )
-        if layout in mesh.namespace.values():
-            found.append(layout)
-            continue
-        names = mesh.factored(layout)
-        if names is None:
+        parts = mesh.parts(layout)
+        if not {*mesh.namespace.values()}.issuperset(parts):
             raise ShardingError(f"'*' stands for '{name}' ({layout}), which isn't a product of axes of {mesh!r}")
-        found.extend(mesh.splits(names))
+        found.extend(parts)
     return tuple(found)
 
 

@@ -27,9 +27,10 @@ import torch
 from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.expressions import Recipe, Shardings, unmoved
 from axes.algebra.expressions.reading import Groups, read
-from axes.algebra.expressions.recipe import Op, Shape, singles
+from axes.algebra.expressions.recipe import Op, singles
 from axes.algebra.expressions.rules import REDUCTIONS
 from axes.algebra.sharding import EXTREMES, Sharding
+from axes.algebra.sizes import Shape
 from axes.ops.contraction import contraction, flat, reshaping
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, group_along

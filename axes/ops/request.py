@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import MeshError, ShardingError, shortened, shown
 from axes.algebra.expressions import recipe
-from axes.algebra.expressions.recipe import Op, Shape, op_name
+from axes.algebra.expressions.recipe import Op, op_name
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_flag, written_sizes
+from axes.algebra.sizes import Shape, checked_flag, written_sizes
 from axes.algebra.specs import retargeted
 from axes.ops import autocast
 from axes.ops.global_view import Grad, on_dtensors

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from axes.algebra.errors import ShardingError, SizeError
-from axes.algebra.expressions.reading import Reading, Term, atom_text, group_text, is_number, names_of
-from axes.algebra.expressions.recipe import Shape, Shardings, sharding_by_atoms, singles
+from axes.algebra.expressions.reading import Reading, Term, atom_text, group_text, is_number
+from axes.algebra.expressions.recipe import Shardings, sharding_by_atoms, singles
 from axes.algebra.grammar import Dim, Factor, Place, axes_of_dim
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import LINEAR, Pending, Sharding, Slots, layouts_text, same_cuts, slots_text
-from axes.algebra.sizes import Product, given_sizes, solve
+from axes.algebra.sharding import LINEAR, Pending, Sharding, Slots, layouts_text, names_of, same_cuts, slots_text
+from axes.algebra.sizes import Product, Shape, given_sizes, solve
 from axes.algebra.splits import Digits, handed_down, of_names, split
 
 Layouts = tuple[Layout, ...]

@@ -33,9 +33,6 @@ from axes.algebra.grammar import (
     parse_tensor,
 )
 
-KINDS = ("rearrange", "reduce", "repeat", "einsum")
-"""The operations that an expression can be for."""
-
 Groups = tuple[tuple[str, ...], ...]
 """The atoms of each dim of a tensor."""
 
@@ -154,19 +151,6 @@ def group_text(atoms: Sequence[str]) -> str:
     """A dim of these atoms, without places."""
     names = " ".join(map(atom_text, atoms))
     return names if len(atoms) == 1 else f"({names})"
-
-
-def names_of(atoms: Sequence[str], slots: Sequence[object]) -> tuple[str, ...]:
-    """The names of the slots of a dim that consists of these atoms.
-
-    >>> names_of(["h", "d"], [0, 1]), names_of(["h", "d"], [0]), names_of(["h"], [0, 1])
-    (('h', 'd'), ('(h d)',), ('', 'h'))
-    """
-    texts = tuple(map(atom_text, atoms))
-    if len(slots) == 1 and len(texts) > 1:
-        return (f"({' '.join(texts)})",)
-    last = texts if len(texts) == 1 else ("",)
-    return texts if len(texts) == len(slots) else (*[""] * (len(slots) - 1), *last)
 
 
 @functools.lru_cache(maxsize=4096)

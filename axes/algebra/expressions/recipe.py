@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from axes.algebra.expressions.reading import Groups, names_of
+from axes.algebra.expressions.reading import Groups
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding, Slots, layouts_text, pending_text, slots_text
+from axes.algebra.sharding import Sharding, Slots, layouts_text, names_of, pending_text, slots_text
+from axes.algebra.sizes import Shape
 
-Shape = tuple[int, ...]
 Op = str | Callable[..., Any]
 """How atoms are reduced: a reduction by name, or a function of a tensor and its dims, which the caller has."""
 
@@ -48,9 +48,8 @@ def op_name(op: Op) -> str:
 def sharding_by_atoms(
     mesh: Mesh, groups: Groups, dims: Iterable[Slots], pending: Iterable[tuple[str, Layout]]
 ) -> Sharding:
-    """How a tensor lies whose dims consist of these atoms, after which they are called."""
-    every = tuple(dims)
-    return Sharding(mesh, every, tuple(pending), tuple(map(names_of, groups, every)))
+    """The sharding of a tensor whose dims consist of these atoms, after which they are called."""
+    return Sharding(mesh, tuple(dims), tuple(pending), groups)
 
 
 def singles(atoms: Iterable[str]) -> Groups:

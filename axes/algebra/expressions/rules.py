@@ -24,13 +24,14 @@ from typing import Any
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError, about, pointed, unknown_axis
 from axes.algebra.expressions.operands import Operands, sizes_of_atoms
-from axes.algebra.expressions.reading import KINDS, Reading, group_text, is_name, read
-from axes.algebra.expressions.recipe import Recipe, Shape, Shardings, sharding_by_atoms, singles
+from axes.algebra.expressions.reading import Reading, group_text, is_name, read
+from axes.algebra.expressions.recipe import Recipe, Shardings, sharding_by_atoms, singles
 from axes.algebra.grammar import Place, places_of
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import EXTREMES, LINEAR, Sharding, Slots, layouts_text, pending_text
+from axes.algebra.sizes import Shape
 from axes.algebra.specs import check_once
 from axes.algebra.splits import split
 
@@ -59,7 +60,6 @@ def recipe(
       operand 1  b s@cp (h d)  ->  b s@cp h d    [4, 16, 12]
       result     b s@cp h d  ->  b s h@cp d    [4, 16, 6, 2]
     """
-    assert kind in KINDS
     reading = read(kind, text, tuple(map(len, shapes)))
     with about(text):
         home = _mesh_of_result(reading, mesh, shardings)

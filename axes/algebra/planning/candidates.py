@@ -52,6 +52,7 @@ from axes.algebra.cost import node_size
 from axes.algebra.layout import Layout, Universe, common_digits
 from axes.algebra.planning.exchange import group_between
 from axes.algebra.sharding import Sharding, Slot, Slots, classes, kind_of
+from axes.algebra.sizes import Shape
 from axes.algebra.splits import handed_down
 
 Digit = tuple[int, int]
@@ -65,8 +66,6 @@ Splits = tuple[tuple[Atom, ...], ...]
 
 Factors = tuple[tuple[int, ...], ...]
 """For each dim the sizes of its factors; its own alone where it is one slot."""
-
-Shape = tuple[int, ...]
 
 Classes = tuple[tuple[tuple[str, Digit], ...], ...]
 """Pending reductions, innermost first, in classes that are resolved together: the order in one is immaterial."""
@@ -234,24 +233,18 @@ def opened(source: Sharding, target: Sharding, shape: Shape) -> tuple[Factors, S
     factors: list[tuple[int, ...]] = []
     ends: tuple[list[Slots], list[Slots]] = ([], [])
     for size, *pair in zip(shape, source.dims, target.dims, strict=True):
-        found = aligned(*pair) if max(map(len, pair)) > 1 else None
-        sizes = (sizes_of(found[0]) if found else None) or (size,)
+        sizes = next((sizes_of(dim) for dim in pair if len(dim) > 1), (size,))
+        found = [_factored(dim, sizes) for dim in pair] if len(sizes) > 1 else []
+        both = [dim for dim in found if dim is not None]
+        if len(both) < 2:
+            sizes, both = (size,), pair
         factors.append(sizes)
-        for dims, dim in zip(ends, found or pair, strict=True):
+        for dims, dim in zip(ends, both, strict=True):
             dims += [Slots([Slot(slot.layouts)]) for slot in dim] if len(sizes) > 1 else [dim]
     if len(ends[0]) == len(shape):
         return tuple(factors), source, target
     one, two = [replace(end, dims=tuple(dims), names=()) for end, dims in zip((source, target), ends, strict=True)]
     return tuple(factors), one, two
-
-
-def aligned(one: Slots, two: Slots) -> tuple[Slots, Slots] | None:
-    """Two splits of one dim with the same slots, or None where they have none in common."""
-    sizes = sizes_of(one) or sizes_of(two)
-    if sizes is None:
-        return one, two
-    mine, theirs = [_factored(dim, sizes) for dim in (one, two)]
-    return None if mine is None or theirs is None else (mine, theirs)
 
 
 def _factored(dim: Slots, sizes: Shape) -> Slots | None:
@@ -264,9 +257,9 @@ def _factored(dim: Slots, sizes: Shape) -> Slots | None:
     return Slots([Slot(each.layouts, size) for size, each in zip(sizes, found, strict=True)])
 
 
-def sizes_of(dim: Slots) -> tuple[int, ...] | None:
-    """The sizes of a dim's slots, or None where it is one."""
-    return tuple([slot.size or 0 for slot in dim]) if len(dim) > 1 else None
+def sizes_of(dim: Slots) -> Shape:
+    """The sizes of a dim's slots, 0 where they are open."""
+    return tuple([slot.size or 0 for slot in dim])
 
 
 def _atoms(size: int, layouts: Iterable[Layout], refined: dict[Layout, Atom]) -> tuple[Atom, ...]:

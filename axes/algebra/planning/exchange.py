@@ -28,7 +28,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from axes.algebra.chunks import Region, Runs, Tile, all_chunks, factor_runs, intersection, regions, volume
-from axes.algebra.layout import Layout, Universe, digits
+from axes.algebra.layout import Layout, Universe
 from axes.algebra.sharding import Sharding, Slots
 
 
@@ -114,10 +114,11 @@ class GroupSide:
     ):
         self.pieces, self.layers = pieces, layers.size
         line = Layout((universe.size,), (1,)) if members is None else members
-        columns = [_coordinates(layout, line, first) for layout in (layers, *[each.layout for each in pieces])]
+        positions = [first + offset for offset in line.offsets()]
+        columns = [[each.coordinate(at) for at in positions] for each in (layers, *[each.layout for each in pieces])]
         self.lines = list(map(_line, pieces, columns[1:]))
         self.ranks: dict[Held, list[int]] = {}
-        for held, rank in zip(zip(*columns, strict=True), universe.line(line, universe.ranks[first]), strict=True):
+        for held, rank in zip(zip(*columns, strict=True), universe.pick(positions), strict=True):
             self.ranks.setdefault(held, []).append(rank)
         self.ranks = {held: sorted(ranks) for held, ranks in self.ranks.items() if volume(self.tile(held))}
         self.held = {rank: held for held, ranks in self.ranks.items() for rank in ranks}
@@ -150,16 +151,6 @@ def _meeting(line: Line, runs: Runs) -> list[int]:
             found.add(line[at][2])
             at += 1
     return sorted(found)
-
-
-def _coordinates(layout: Layout, line: Layout, first: int) -> list[int]:
-    """The coordinates on a layout of the positions from `first` along a line, in its order."""
-    along, read = digits(line, layout)
-    steps = {digit: math.prod([size for size, _ in read[at + 1 :]]) for at, digit in enumerate(read)}
-    found = [layout.coordinate(first)]
-    for digit in along:
-        found = [start + at * steps.get(digit, 0) for start in found for at in range(digit[0])]
-    return found
 
 
 # --- who sends ------------------------------------------------------------------------------------
