@@ -99,7 +99,7 @@ def names_of(names: Sequence[str], slots: Sequence[object]) -> tuple[str, ...]:
     texts = tuple([name.partition("#")[0] for name in names])
     if len(slots) == 1 and len(texts) > 1:
         return (f"({' '.join(texts)})",)
-    last = texts if len(texts) == 1 else ("",)
+    last = texts if len(texts) == 1 and texts[0].isidentifier() else ("",)
     return texts if len(texts) == len(slots) else (*[""] * (len(slots) - 1), *last)
 
 
