@@ -248,6 +248,14 @@ class Mesh:
         rank = self.rank if rank is None else checked_rank("a rank", rank)
         return None if self.universe.position(rank) is None else self.universe.line(checked_layout(layout), rank)
 
+    def _position(self, rank: int | None = None) -> int:
+        """Where a global rank, this one by default, lies in the universe; `MeshError` for one outside."""
+        rank = self.rank if rank is None else checked_rank("a rank", rank)
+        position = self.universe.position(rank)
+        if position is None:
+            raise MeshError(f"rank {rank} isn't one of the ranks of {self!r}")
+        return position
+
     def at(self, rank: int) -> Mesh:
         """The same mesh seen from another global rank, a member or not.
 
@@ -302,12 +310,12 @@ class Mesh:
         parsed = [parse_equation(text) for text in equations]
         return self._with(namespace=defined(self.namespace, parsed, keywords, sizes))
 
-    def knowing(self, other: Mesh, names: Iterable[str]) -> Mesh:
+    def _knowing(self, other: Mesh, names: Iterable[str]) -> Mesh:
         """The mesh with what these names mean on another mesh of the same ranks.
 
         Raises `MeshError` where they mean other ranks here.
 
-        >>> Mesh("dp=2 cp=2").knowing(Mesh("all=4"), ["all"]).names
+        >>> Mesh("dp=2 cp=2")._knowing(Mesh("all=4"), ["all"]).names
         {'dp': 2, 'cp': 2, 'all': 4}
         """
         further = {name: other.layout(name) for name in names}
@@ -570,10 +578,8 @@ class Axis:
         >>> list(Mesh("dp=2 tp=4").axis("tp").ranks_of(6))
         [4, 5, 6, 7]
         """
-        found = self.mesh.ranks_of(self.layout, rank)
-        if found is None:
-            raise MeshError(f"rank {rank} isn't one of the ranks of {self.mesh!r}")
-        return found
+        universe = self.mesh.universe
+        return universe.line(self.layout, universe.ranks[self.mesh._position(rank)])
 
     def all_ranks(self) -> list[Sequence[int]]:
         """The ranks of every line along the axis; each rank of the universe is in one.

@@ -23,8 +23,21 @@ from typing import Any
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh, checked_mesh
-from axes.algebra.sharding import EXTREMES, LINEAR, Cut, Sharding, Slot, Slots, classes, cuts, pending_runs, pending_text, same_cuts
-from axes.algebra.splits import of_cuts, split
+from axes.algebra.sharding import (
+    EXTREMES,
+    LINEAR,
+    Cut,
+    Sharding,
+    Slot,
+    Slots,
+    classes,
+    cuts,
+    of_cuts,
+    pending_runs,
+    pending_text,
+    same_cuts,
+)
+from axes.algebra.splits import split
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class Sharding:
         >>> Mesh("cp=2 tp=2").sharding("s@(cp tp)").local_shape((5,), rank=0)
         (2,)
         """
-        parts = self._parts(shape, self._position(rank))
+        parts = self._parts(shape, self.mesh._position(rank))
         return tuple([math.prod([stop - start for start, stop in each]) for _, each in parts])
 
     def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
@@ -198,7 +198,7 @@ class Sharding:
         >>> Mesh("tp=2").sharding("(three heads@tp)", three=3).local_indices((12,), rank=1)
         ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)),)
         """
-        held = self._tile_at(shape, self._position(rank))
+        held = self._tile_at(shape, self.mesh._position(rank))
         return tuple(slice(*runs[0]) if len(runs) == 1 else tuple(slice(*run) for run in runs) for runs in held)
 
     def tile(self, shape: Sequence[int], rank: int) -> Tile | None:
@@ -377,13 +377,6 @@ class Sharding:
         parts = self._parts(shape, position)
         return tuple([each if len(each) == 1 else factor_runs(extents, each) for extents, each in parts])
 
-    def _position(self, rank: int | None) -> int:
-        rank = self.mesh.rank if rank is None else checked_rank("a rank", rank)
-        position = self.mesh.universe.position(rank)
-        if position is None:
-            raise MeshError(f"rank {rank} isn't one of the ranks of {self.mesh!r}")
-        return position
-
 
 def _interval(slot: Slot, size: int, position: int) -> tuple[int, int]:
     """The part of a factor that a position has: `torch.chunk` by its layouts."""
@@ -512,16 +505,21 @@ def sized(slots: Slots, extent: int) -> list[Slot]:
     return [slot if slot.size else Slot(slot.layouts, extent // known) for slot in slots]
 
 
-def _merged_cuts(slots: Slots, extent: int) -> list[Cut]:
-    """The cuts of a dim that all splits divide, those that follow each other as one."""
-    found: list[Cut] = []
-    for front, layout in cuts(slots, extent):
-        before, last = found[-1] if found else (0, Layout())
-        if before * last.size == front:
-            found[-1] = before, Layout.product(last, layout)
-        else:
-            found.append((front, layout))
-    return found
+def of_cuts(extent: int | None, found: Iterable[Cut]) -> Slots:
+    """The dim that is split so, of any size or this one: one slot more wherever a cut leaves a gap."""
+    slots: list[Slot] = []
+    start, layouts = 1, tuple[Layout, ...]()
+    for before, layout in found:
+        if before != start * math.prod([each.size for each in layouts]):
+            slots.append(Slot(layouts, before // start))
+            start, layouts = before, ()
+        layouts = (*layouts, layout)
+    return Slots((*slots, Slot(layouts, extent // start if extent and slots else None)))
+
+
+def _canonical(slots: Slots, extent: int) -> list[tuple[Layout, int | None]]:
+    """The slots of a dim that all of its splits divide, as few as can be: what splits each, and its size."""
+    return [(Layout.product(*slot.layouts), slot.size) for slot in of_cuts(extent, cuts(slots, extent))]
 
 
 def _same_even_cuts(mine: Slots, theirs: Slots) -> bool:
@@ -530,7 +528,7 @@ def _same_even_cuts(mine: Slots, theirs: Slots) -> bool:
     wholes = {size for size, slots in zip(known, (mine, theirs), strict=True) if all(slot.size for slot in slots)}
     # Of a size that is open the open factors are larger than any that is written.
     whole = min(wholes, default=math.prod(known) << MOST_BITS)
-    return len(wholes) < 2 and _merged_cuts(mine, whole) == _merged_cuts(theirs, whole)
+    return len(wholes) < 2 and _canonical(mine, whole) == _canonical(theirs, whole)
 
 
 def same_cuts(mine: Slots, theirs: Slots, extent: int) -> bool:
@@ -540,7 +538,7 @@ def same_cuts(mine: Slots, theirs: Slots, extent: int) -> bool:
     even = [len(slots) > 1 or extent % slots.pieces == 0 for slots in (mine, theirs)]
     if any(even):
         # Equal pieces are never the same as unequal ones.
-        return all(even) and _merged_cuts(mine, extent) == _merged_cuts(theirs, extent)
+        return all(even) and _canonical(mine, extent) == _canonical(theirs, extent)
     found = common_digits([*mine.layouts, *theirs.layouts])
     if found is None:
         return False

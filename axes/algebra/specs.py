@@ -135,7 +135,7 @@ def retargeted(
 def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: tuple[tuple[str, Any], ...]) -> Sharding:
     """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
     if mesh.universe == source.mesh.universe:
-        mesh = mesh.knowing(where, grammar.axes_of(parse_spec(spec)))
+        mesh = mesh._knowing(where, grammar.axes_of(parse_spec(spec)))
     return read_sharding(mesh, spec, sizes, source.ndim, source)[0]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Digit, Layout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Cut, Slot, Slots, cuts, sized
+from axes.algebra.sharding import Cut, Slot, Slots, cuts, of_cuts
 
 
 def split(*layouts: Layout) -> Slots:
@@ -34,18 +34,6 @@ def _divided(slots: Slots) -> int:
     return math.prod([slot.size or 2 * slot.pieces for slot in slots])
 
 
-def of_cuts(extent: int | None, found: Iterable[Cut]) -> Slots:
-    """The dim that is split so, of any size or this one: one slot more wherever a cut leaves a gap."""
-    slots: list[Slot] = []
-    start, layouts = 1, tuple[Layout, ...]()
-    for before, layout in found:
-        if before != start * math.prod([each.size for each in layouts]):
-            slots.append(Slot(layouts, before // start))
-            start, layouts = before, ()
-        layouts = (*layouts, layout)
-    return Slots((*slots, Slot(layouts, extent // start if extent and slots else None)))
-
-
 def handed_down(slots: Slots, sizes: Sequence[int]) -> list[Slots] | None:
     """How the names in a dim are split, by their sizes, or None where a cut doesn't fall on them evenly.
 
@@ -55,8 +43,7 @@ def handed_down(slots: Slots, sizes: Sequence[int]) -> list[Slots] | None:
     if len(sizes) == 1 and slots.is_plain:
         return [slots]
     found: list[list[Cut]] = [[] for _ in sizes]
-    empty = [size == 0 for size in sizes]
-    sizes = [size or _divided(slots) for size in sizes]
+    known, sizes = [size or None for size in sizes], [size or _divided(slots) for size in sizes]
     every = cuts(slots, math.prod(sizes))
     large = [at for at, size in enumerate(sizes) if size > 1]
     if len(large) < 2 and sizes:
@@ -70,8 +57,7 @@ def handed_down(slots: Slots, sizes: Sequence[int]) -> list[Slots] | None:
             if before % front or sizes[at] % (before // front * layout.size):
                 return None
             found[at].append((before // front, layout))
-    splits = map(of_cuts, sizes, found)
-    return [_open(split) if is_empty else split for split, is_empty in zip(splits, empty, strict=True)]
+    return list(map(of_cuts, known, found))
 
 
 def of_names(names: Sequence[tuple[Slots, int]]) -> Slots:
@@ -81,28 +67,17 @@ def of_names(names: Sequence[tuple[Slots, int]]) -> Slots:
     """
     if len(names) < 2:
         return names[0][0] if names else Slots((Slot((), 1),))
-    every = [slot for slots, extent in names for slot in sized(slots, extent or _divided(slots))]
-    found: list[Slot] = []
-    large = [slot for slot in every if slot.size != 1 or slot.pieces != 1]
-    for slot in large:
-        size, last = slot.size or 1, found[-1] if found else None
-        if len(large) > 1 and size % slot.pieces:
+    found, front = list[Cut](), 1
+    large = [slots for slots, extent in names if extent != 1 or slots.pieces != 1]
+    for slots, extent in names:
+        size = extent or _divided(slots)
+        if len(large) > 1 and size % slots.pieces:
             raise ShardingError(
-                f"a factor of {size} is split into {slot.pieces} uneven parts; inside a group it must divide"
+                f"a factor of {size} is split into {slots.pieces} uneven parts; inside a group it must divide"
             )
-        # Pieces that are used up hand the rest of the split on to what follows.
-        if last and (not (last.layouts or slot.layouts) or (last.layouts and last.size == last.pieces)):
-            found[-1] = Slot((*last.layouts, *slot.layouts), (last.size or 1) * size)
-        else:
-            found.append(slot)
-    if not any(slot.layouts for slot in found[1:]):
-        return split(*(found[0].layouts if found else ()))
-    return Slots(found) if all(size for _, size in names) else _open(Slots(found))
-
-
-def _open(slots: Slots) -> Slots:
-    """The dim with a last slot whose size follows from the others, as of an empty dim."""
-    return Slots((*slots[:-1], slots[-1]._replace(size=None)))
+        found += [(front * before, layout) for before, layout in cuts(slots, size)]
+        front *= size
+    return of_cuts(front if all(size for _, size in names) else None, found)
 
 
 class Digits:

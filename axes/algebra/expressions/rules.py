@@ -155,7 +155,7 @@ def _mesh_of_result(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding |
         )
     if mesh.universe != home.universe:
         raise MeshError(f"the tensor is on {home!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
-    return home.knowing(mesh, [name for name in reading.axes if name in mesh.namespace])
+    return home._knowing(mesh, [name for name in reading.axes if name in mesh.namespace])
 
 
 def _check_axes(reading: Reading, mesh: Mesh) -> None:
