@@ -183,7 +183,7 @@ SHARDINGS = (
     )),
     ("mesh.sharding('b s@(cp *) d')", "ShardingError", "\n  b s@(cp *) d\n      ^^^^^^"),
     (f"{M}['dp', 'tp'].sharding('b@fsdp')", "ShardingError", "axis 'fsdp' isn't made of the axes of"),
-    (f"{CUT}.sharding('x@a y@d')", "ShardingError", "axes of one sharding are digits of the same factorization: 2:3 and 2:1 have no common digits"),
+    (f"{CUT}.sharding('x@a y@d')", "ShardingError", "axes of one sharding are digits of the same factorization; 2:3 and 2:1 have no common digits"),
     *((f"{M}.sharding({spec!r}).local_shape({shape})", kind, said) for spec, shape, kind, said in (
         ("b s", (4,), "ShardingError", "the spec 'b s' has 2 dims, the tensor 1: [4]"),
         ("s=4", (5,), "SizeError", "the sizes don't multiply to the dim:  s=4 = 5    (dim of [5] in 's=4')"),

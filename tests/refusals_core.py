@@ -134,7 +134,7 @@ MOVED = (
     ("axes.reshard([1.0], 'n -> n')", "ShardingError", "takes a tensor"),
     ("axes.reshard(D('n', 4), axes.Mesh('a=2 b=4').sharding('n@a'))", "MeshError", "algebra alone"),
     ("axes.reshard(D('n', 4), mesh.sharding('n@dp'), mesh=mesh['dp'])", "MeshError", "leave out mesh="),
-    ("other = axes.init_mesh('tp=2 cp=2 dp=2', device_type='cpu'); x = D('n', 4)\nwith other: axes.reshard(x, 'n@dp')", "MeshError", "where the tensor lies"),
+    ("other = axes.init_mesh('tp=2 cp=2 dp=2', device_type='cpu'); x = D('n', 4)\nwith other: axes.reshard(x, 'n@dp')", "MeshError", "on which the tensor is, and other ranks on"),
     ("axes.reshard(D('n', 5), 'n@(tp cp)')", "ShardingError", "DTensor"),
     ("axes.reshard(D('n', 4), '(h@tp e)', h=[2])", "SizeError", "found [2]"),
     *[(f"axes.reshard(D('a', {n}), '(h@tp d)', h=4)", "ShardingError", "don't multiply to the dim") for n in (10, 14, 30)],

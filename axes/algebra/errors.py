@@ -72,10 +72,10 @@ def unknown_axis(name: object, known: Iterable[str]) -> MeshError:
 
 
 @contextmanager
-def about(text: str) -> Iterator[None]:
+def naming(text: str) -> Iterator[None]:
     """Errors of a block about sizes, shardings and meshes end with the text that they are about.
 
-    >>> with about("b@dp d"):
+    >>> with naming("b@dp d"):
     ...     raise SizeError("b is 3")
     Traceback (most recent call last):
     axes.algebra.errors.SizeError: b is 3

@@ -330,7 +330,7 @@ class Mesh:
         return self._with(namespace={**self.namespace, **further})
 
     def sharding(self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Sharding:
-        """How a tensor lies on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
+        """How a tensor is sharded on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
 
         `sizes` and keywords are the sizes of factors of grouped dims, where they can't be left open.
         Raises `MeshError` for an axis that the mesh doesn't have, `ShardingError` for one that is used twice.

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from axes.algebra.errors import ExpressionError, MeshError, SizeError, about, pointed, shortened, shown, suggestion
+from axes.algebra.errors import ExpressionError, MeshError, SizeError, naming, pointed, shortened, shown, suggestion
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.grammar import (
     LARGEST_SIZE,
@@ -110,7 +110,7 @@ def carried_out(namespace: Mapping[str, Layout], equation: Equation, sizes: Size
     """
     known, new = _sides(namespace, equation)
     before = {item.name: namespace[item.name] for item in known}
-    with about(equation.text):
+    with naming(equation.text):
         whole = Layout.product(*before.values())
         parts = (whole,) if len(new) == 1 else whole.split([sizes[item.name] for item in new])
     after = {item.name: part for item, part in zip(new, parts, strict=True)}

@@ -12,7 +12,7 @@ whatever groups exist. Where both shardings have common digits, it takes the sam
 for a million: ranks are listed only when a step is asked for them (`ranks`, `exchange`). Without common
 digits, as between two sets of ranks, the planner looks at the tiles of all ranks.
 
-How the cheapest sequence is found is told in `axes.algebra.planning`. Of a step an executor needs to know:
+How the cheapest sequence is found stands in `axes.algebra.planning`. Of a step an executor needs to know:
 
 Everything a step says about boxes, counts and order comes from `exchange(rank)`. Tensors are local,
 row-major; "the boxes of a message" are read or written one after the other, each row-major. Boxes are
@@ -233,7 +233,7 @@ class Plan:
 
     @cached_property
     def states(self) -> tuple[Sharding, ...]:
-        """How the tensor lies before the first step and after each, in the names of the source and of the target."""
+        """How the tensor is sharded before the first step and after each, in the names of the source and of the target."""
         between = [replace(stage.target.sharding, names=self.source.names) for stage in self.stages[:-1]]
         return (self.source, *between, *[self.target][: len(self.stages)])
 

@@ -131,7 +131,7 @@ def pending_text(mesh: Mesh, pending: Iterable[tuple[str, Layout]]) -> str:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor lies on a mesh. Made by `mesh.sharding(text)` or `from_placements`.
+    """How a tensor is sharded on a mesh. Made by `mesh.sharding(text)` or `from_placements`.
 
     A value: two are equal that put the same data on the same ranks by the same digits of them. The names of dims are
     for printing alone; axes are printed by the first name that the mesh has for them, and those of one rank, which
@@ -190,7 +190,7 @@ class Sharding:
         return tuple([math.prod([stop - start for start, stop in each]) for _, each in parts])
 
     def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
-        """Where the shard of a global rank lies in the whole tensor.
+        """Where the shard of a global rank is in the whole tensor.
 
         Per dim a `slice`, or a tuple of slices in order where the shard isn't contiguous.
 

@@ -24,7 +24,7 @@ from axes.algebra.errors import (
     MeshError,
     ShardingError,
     SizeError,
-    about,
+    naming,
     pointed,
     shortened,
 )
@@ -56,7 +56,7 @@ def marked_sharding(
 def _parsed(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None, marks: bool
 ) -> tuple[Sharding, tuple[Layout, ...]]:
-    with about(spec):
+    with naming(spec):
         return read_sharding(mesh, spec, sizes, ndim, marks=marks)
 
 
@@ -70,7 +70,7 @@ def read_sharding(
 ) -> tuple[Sharding, tuple[Layout, ...]]:
     """The sharding of a spec on a mesh, and the axes that are `same`, which it may say where there are `marks`.
 
-    source: how the tensor lies, where there is one: `*` stands for what it has, and `...` for dims that stay.
+    source: how the tensor is sharded, where there is one: `*` stands for what it has, and `...` for dims that stay.
     """
     tree = parse_spec(spec)
     items = [item for item in grammar.leaves(tree.dims) if item.name != "_"]
@@ -133,7 +133,7 @@ def retargeted(
 
 @functools.lru_cache(maxsize=4096)
 def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: tuple[tuple[str, Any], ...]) -> Sharding:
-    """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
+    """The sharding on `mesh` that a spec means for a tensor that is sharded as `source`, whatever sizes the tensor has."""
     if mesh.universe == source.mesh.universe:
         mesh = mesh._knowing(where, grammar.axes_of(parse_spec(spec)))
     return read_sharding(mesh, spec, sizes, source.ndim, source)[0]

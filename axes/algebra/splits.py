@@ -1,6 +1,6 @@
 """Splits: where layouts cut a dim, handed down from a dim to the names in it and back.
 
-How a name is split is told as of a dim, by `Slots`. A dim that is a group of names hands its splits down to them
+`Slots` say how a name is split, as they do of a dim. A dim that is a group of names hands its splits down to them
 (`handed_down`), and takes those of its names together (`of_names`).
 
 >>> from axes.algebra.mesh import Mesh

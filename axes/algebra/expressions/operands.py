@@ -95,41 +95,41 @@ class Operands:
     def _operand(self, number: int, actual: Sharding | None) -> Shardings:
         term = self.reading.operands[number]
         if actual is None:
-            lies = self._declared(term)
+            tensor = self._declared(term)
         else:
-            lies = sharding_by_atoms(self.mesh, term.groups, actual.dims, actual.pending)
+            tensor = sharding_by_atoms(self.mesh, term.groups, actual.dims, actual.pending)
         splits, extents = list[Slots](), self.whole(term.groups)
-        for dim, group, has, extent in zip(term.dims, term.groups, lies.dims, extents, strict=True):
-            told = None if extent else self._of_nothing(dim, group)
-            splits += told or self.handed_down(has, group, f"axes.reshard it to '{group_text(group)}' before")
+        for dim, group, has, extent in zip(term.dims, term.groups, tensor.dims, extents, strict=True):
+            given = None if extent else self._of_nothing(dim, group)
+            splits += given or self.handed_down(has, group, f"axes.reshard it to '{group_text(group)}' before")
         behind = [dim.place for dim in term.dims for _ in dim.factors]
-        said = list(map(self._said, term.factors, behind, splits))
-        pairs = [(state, told, self.sizes[atom]) for state, told, atom in zip(splits, said, term.atoms, strict=True)]
+        written = list(map(self._written, term.factors, behind, splits))
+        pairs = list(zip(splits, written, [self.sizes[atom] for atom in term.atoms], strict=True))
         pairs += [
             (has, self.named(dim.place), extent)
-            for dim, has, extent in zip(term.dims, lies.dims, extents, strict=True)
+            for dim, has, extent in zip(term.dims, tensor.dims, extents, strict=True)
             if dim.place is not None
         ]
-        if not all(same_cuts(*pair) for pair in pairs) or not self._is_pending_as_said(term, lies.pending):
-            self._mismatch(number, self._split(term, lies, splits))
-        return self._split(term, lies, said)
+        if not all(same_cuts(*pair) for pair in pairs) or not self._is_pending_as_written(term, tensor.pending):
+            self._mismatch(number, self._split(term, tensor, splits))
+        return self._split(term, tensor, written)
 
-    def _split(self, term: Term, lies: Sharding, splits: Iterable[Slots]) -> Shardings:
+    def _split(self, term: Term, tensor: Sharding, splits: Iterable[Slots]) -> Shardings:
         """An operand whose atoms are split so."""
-        elementary = sharding_by_atoms(self.mesh, singles(term.atoms), splits, lies.pending)
-        return Shardings(term.groups, lies, elementary, elementary)
+        elementary = sharding_by_atoms(self.mesh, singles(term.atoms), splits, tensor.pending)
+        return Shardings(term.groups, tensor, elementary, elementary)
 
     def _of_nothing(self, dim: Dim, group: Sequence[str]) -> list[Slots] | None:
-        """How the text says that the atoms of an empty dim are split: of nothing every word is true. None where it
-        says nothing, or refers to what the tensor has."""
+        """How the text splits the atoms of an empty dim: any split of nothing is right. None where the text doesn't say
+        it, or refers to what the tensor has."""
         if dim.place is not None:
             return None
         places = [f.place for f, atom in zip(dim.factors, group, strict=True) if atom in self.reading.explicit]
-        is_told = bool(places) and not any(place is None or "*" in place.names for place in places)
-        return [self.named(factor.place) for factor in dim.factors] if is_told else None
+        is_written = bool(places) and not any(place is None or "*" in place.names for place in places)
+        return [self.named(factor.place) for factor in dim.factors] if is_written else None
 
     def _declared(self, term: Term) -> Sharding:
-        """How a plain tensor lies, by its declaration."""
+        """How a plain tensor is sharded, by its declaration."""
         for factor in term.factors:
             # What isn't declared isn't known. A rank alone has all of it.
             is_open = factor.place is not None and "*" in factor.place.names
@@ -152,8 +152,8 @@ class Operands:
             self.reading.fail("'same' is about gradients of plain tensors; a DTensor has none", p.span)
         return tuple((p.op, layout) for p, names in entries for layout in self.mesh.splits(names))
 
-    def _said(self, factor: Factor, behind: Place | None, has: Slots) -> Slots:
-        """How the text says that an atom is split, which is split so; `*` is what is beside the axes that it names."""
+    def _written(self, factor: Factor, behind: Place | None, has: Slots) -> Slots:
+        """How the text splits an atom that has this split; `*` is what it has beside the axes that the text names."""
         atom = str(factor.name)
         if behind is not None or atom not in self.reading.explicit:
             return has
@@ -172,7 +172,7 @@ class Operands:
             self.reading.fail(f"'*' of '{atom}' is beside other axes in another operand", factor.span)
         return split(*front, *star, *back) if front or back else has
 
-    def _is_pending_as_said(self, term: Term, pending: Pending) -> bool:
+    def _is_pending_as_written(self, term: Term, pending: Pending) -> bool:
         """Whether what the text mentions is pending exactly where the left says so."""
         says = {(op, digit) for op, axis in self.declared_pending(term) for digit in self.digits.of((axis,))}
         every = {(op, digit) for op, axis in pending for digit in self.digits.of((axis,))}

@@ -59,7 +59,7 @@ def singles(atoms: Iterable[str]) -> Groups:
 
 @dataclass(frozen=True)
 class Shardings:
-    """How an operand or the result lies, whose dims are `groups` of atoms: as it is, with one dim per atom, and where
+    """How an operand or the result is sharded, whose dims are `groups` of atoms: as it is, with one dim per atom, and where
     the local computation takes or gives it."""
 
     groups: Groups

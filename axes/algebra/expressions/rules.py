@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from axes.algebra.errors import MeshError, ShardingError, SizeError, about, pointed, unknown_axis
+from axes.algebra.errors import MeshError, ShardingError, SizeError, naming, pointed, unknown_axis
 from axes.algebra.expressions.operands import Operands, sizes_of_atoms
 from axes.algebra.expressions.reading import Reading, group_text, is_name, read
 from axes.algebra.expressions.recipe import Recipe, Shardings, sharding_by_atoms, singles
@@ -61,7 +61,7 @@ def recipe(
       result     b s@cp h d  ->  b s h@cp d    [4, 16, 6, 2]
     """
     reading = read(kind, text, tuple(map(len, shapes)))
-    with about(text):
+    with naming(text):
         home = _mesh_of_result(reading, mesh, shardings)
         actual = tuple([None if s is None else s.on(home).sized(n) for s, n in zip(shardings, shapes, strict=True)])
         whole, assumed = sizes_of_atoms(reading, home, actual[0] is not None, shapes, dict(sizes))

@@ -135,8 +135,8 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     target = sharding_by_atoms(mesh, own, *final.kept(operand.elementary.dims, derived.dims, entries))
     rest = iter(target.dims)
     closed = [of_names([(next(rest), forward.size[atom]) for atom in group]) for group in operand.groups]
-    lies = sharding_by_atoms(mesh, operand.groups, closed, target.pending)
-    check_torch_can(lies, forward.whole(operand.groups))
-    result = Shardings(operand.groups, lies, target, derived)
+    gradient = sharding_by_atoms(mesh, operand.groups, closed, target.pending)
+    check_torch_can(gradient, forward.whole(operand.groups))
+    result = Shardings(operand.groups, gradient, target, derived)
     text = f"gradient of  {forward.text}"
     return Recipe("gradient", text, mesh, "sum", forward.sizes, tuple(inputs), result, forward.averages)

@@ -98,7 +98,7 @@ class Space(NamedTuple):
 
 
 class State(NamedTuple):
-    """How a tensor lies, in digits.
+    """How a tensor is sharded, in digits.
 
     splits: for each slot its atoms. free: the digits of the mesh over which the tensor is replicated. pending: classes.
     """
