@@ -233,7 +233,7 @@ class Plan:
 
     @cached_property
     def states(self) -> tuple[Sharding, ...]:
-        """How the tensor is sharded before the first step and after each, in the names of the source and of the target."""
+        """The shardings before the first step and after each, in the names of the source and of the target."""
         between = [replace(stage.target.sharding, names=self.source.names) for stage in self.stages[:-1]]
         return (self.source, *between, *[self.target][: len(self.stages)])
 

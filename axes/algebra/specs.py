@@ -133,7 +133,7 @@ def retargeted(
 
 @functools.lru_cache(maxsize=4096)
 def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: tuple[tuple[str, Any], ...]) -> Sharding:
-    """The sharding on `mesh` that a spec means for a tensor that is sharded as `source`, whatever sizes the tensor has."""
+    """The sharding on `mesh` that a spec means for a tensor of this sharding and any sizes."""
     if mesh.universe == source.mesh.universe:
         mesh = mesh._knowing(where, grammar.axes_of(parse_spec(spec)))
     return read_sharding(mesh, spec, sizes, source.ndim, source)[0]

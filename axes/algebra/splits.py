@@ -73,7 +73,7 @@ def of_names(names: Sequence[tuple[Slots, int]]) -> Slots:
         size = extent or _divided(slots)
         if len(large) > 1 and size % slots.pieces:
             raise ShardingError(
-                f"a factor of {size} is split into {slots.pieces} uneven parts; inside a group it must divide"
+                f"a factor of {size} is split into {slots.pieces} uneven parts inside a group, where it must divide"
             )
         found += [(front * before, layout) for before, layout in cuts(slots, size)]
         front *= size

@@ -59,8 +59,8 @@ def singles(atoms: Iterable[str]) -> Groups:
 
 @dataclass(frozen=True)
 class Shardings:
-    """How an operand or the result is sharded, whose dims are `groups` of atoms: as it is, with one dim per atom, and where
-    the local computation takes or gives it."""
+    """The shardings of an operand or of the result, whose dims are `groups` of atoms: as it is, with one dim per atom,
+    and where the local computation takes or gives it."""
 
     groups: Groups
     tensor: Sharding
