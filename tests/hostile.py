@@ -492,7 +492,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Layout.offsets": Door(layout.offsets),
         "Layout.overlaps": Door(layout.overlaps, axes.Layout((2,), (1,))),
         "Layout.split": Door(layout.split, (2, 4)),
-        "Layout.==": Door(lambda other: type(layout).__eq__(layout, other), layout),
         # shardings
         "Sharding.local_shape": Door(sharding.local_shape, (8, 12), rank=3),
         "Sharding.local_shape of a factor": Door(grouped.local_shape, (8, 24), rank=3),
