@@ -502,7 +502,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Sharding.sized": Door(grouped.sized, (8, 24)),
         "Sharding.largest_tile": Door(sharding.largest_tile, (8, 12)),
         "Sharding.tile": Door(sharding.tile, (8, 12), 3),
-        "Sharding.named": Door(sharding.named, ("rows", "columns")),
         "Sharding.on": Door(sharding.on, axes.Mesh("u=2 v=4")),
         "Sharding.is_equivalent": Door(sharding.is_equivalent, sharding, (8, 12)),
         "Sharding.from_placements": Door(axes.Sharding.from_placements, algebra, sharding.placements, 2, (8, 12)),

@@ -42,8 +42,8 @@ def test_a_layout_is_nested_loops_over_its_digits_in_canonical_form(system, data
     for base in rest.offsets():
         assert [layout.coordinate(base + offset) for offset in offsets] == list(range(layout.size))
     assert all(size > 1 for size in layout.sizes)
-    assert all(above != size * stride for (_, above), (size, stride) in itertools.pairwise(layout.modes))
-    for again in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), Layout.of(layout.modes)):
+    assert all(above != size * stride for (_, above), (size, stride) in itertools.pairwise(layout))
+    for again in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), Layout.of(layout)):
         assert (again, hash(again), str(again)) == (layout, hash(layout), str(layout))
     with pytest.raises(AttributeError):
         layout.size = 3
@@ -53,7 +53,7 @@ def test_a_layout_is_nested_loops_over_its_digits_in_canonical_form(system, data
 def test_layouts_are_equal_where_their_functions_are(system):
     found = [Layout.of(chosen) for count in range(len(system) + 1) for chosen in itertools.permutations(system, count)]
     for one, other in itertools.product(found, repeat=2):
-        assert (one == other) == (brute(one.modes) == brute(other.modes))
+        assert (one == other) == (brute(one) == brute(other))
         assert one != other or hash(one) == hash(other)
 
 
@@ -86,9 +86,9 @@ def test_a_layout_and_its_complement_cover_every_position_once(system, data, oth
     layout, size = Layout.of(data.draw(st.permutations(system))[: data.draw(st.integers(0, len(system)))]), span(system)
     rest = layout.complement(size)
     assert sorted(Layout.product(rest, layout).offsets()) == list(range(size))
-    assert rest.complement(size) == Layout.of(sorted(layout.modes, key=lambda mode: -mode[1]))
+    assert rest.complement(size) == Layout.of(sorted(layout, key=lambda mode: -mode[1]))
     refused = refusal(MeshError, lambda: layout.complement(other))
-    assert bool(refused) == bool(other % max(boundaries(layout.modes))), refused
+    assert bool(refused) == bool(other % max(boundaries(layout))), refused
 
 
 @given(digit_systems(), digit_systems(), st.data())
@@ -96,7 +96,7 @@ def test_two_layouts_overlap_contain_and_divide_as_index_sets_do(system, foreign
     one, other, away = (
         Layout.of(data.draw(st.permutations(s))[: data.draw(st.integers(0, len(s)))]) for s in (system, system, foreign)
     )
-    mine, theirs, strange = ({*brute(each.modes)} for each in (one, other, away))
+    mine, theirs, strange = ({*brute(each)} for each in (one, other, away))
     assert one.overlaps(other) == other.overlaps(one) == (mine & theirs != {0})
     assert one.contains(other) == (theirs <= mine)
     assert not one.contains(away) or strange <= mine
@@ -116,13 +116,13 @@ def test_digits_refine_all_layouts_whose_boundaries_form_a_chain(system, foreign
     from_one = [Layout.of(data.draw(st.permutations(system))[: data.draw(st.integers(0, len(system)))]) for _ in "abc"]
     members = [*from_one, *data.draw(parts_of(foreign, 1))]
     refused = refusal(MeshError, lambda: digits(*members))
-    bounds = set().union(*(boundaries(m.modes) for m in members))
+    bounds = set().union(*(boundaries(m) for m in members))
     assert (refused is None) == is_chain(bounds), refused
     refined = digits(*(members if refused is None else from_one))
     every = {digit for found in refined for digit in found}
     for found, layout in zip(refined, members, strict=False):
         assert Layout.of(found) == layout
-        assert brute(found) == brute(layout.modes)
+        assert brute(found) == brute(layout)
     for one, other in itertools.combinations(every, 2):
         assert set(brute([one])) & set(brute([other])) == {0}
     assert boundaries([*every]) <= bounds  # the coarsest such refinement

@@ -40,7 +40,7 @@ class Section:
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(providers.Pictured):
     """An explanation. `str()` and `print()` show it, a notebook shows `html()`.
 
     heading: what is explained. facts: the same as data, for `json`. drawing: makes the picture of what moves, where
@@ -72,9 +72,6 @@ class Explanation:
     def svg(self) -> str:
         """A picture: what moves from rank to rank where that can be drawn, and the text."""
         return providers.picture_of(self).svg()
-
-    def _repr_html_(self) -> str | None:
-        return providers.html_of(self)
 
 
 def _lines(found: Explanation) -> Iterator[str]:

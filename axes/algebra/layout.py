@@ -107,11 +107,6 @@ class Layout(tuple[Digit, ...]):
         return _text(self)
 
     @property
-    def modes(self) -> tuple[Digit, ...]:
-        """The digits, slowest first."""
-        return tuple(self)
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """Size of each digit, slowest first."""
         return tuple([size for size, _ in self])

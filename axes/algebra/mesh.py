@@ -49,7 +49,7 @@ _FIELDS = ("universe", "axis_names", "namespace", "ranks_per_node", "binding", "
 """What makes a mesh; all else follows."""
 
 
-class Mesh:
+class Mesh(providers.Pictured):
     """Named axes over ranks, from text. Algebra alone: no process, no device, any number of ranks.
 
     `declaration` lists the axes, slowest first (`"pp dp=2 tp"`); each of `equations` gives further
@@ -517,9 +517,6 @@ class Mesh:
     def _where(self, most: int) -> str:
         ranks = self.universe.ranks
         return "" if ranks == range(len(ranks)) else f", ranks={listed(ranks, most)}"
-
-    def _repr_html_(self) -> str | None:
-        return providers.html_of(self)
 
     def __str__(self) -> str:
         rows = [(name, self.namespace[name], "") for name in self.axis_names]

@@ -211,7 +211,7 @@ def _equal_parts(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(providers.Pictured):
     """The steps from one sharding to another, which it prints as a list.
 
     stages: the same steps in digits, with what they move of `elements`, those of the tensor that they were found for.
@@ -307,9 +307,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return str(self)
-
-    def _repr_html_(self) -> str | None:
-        return providers.html_of(self)
 
     def _bytes(self, elements: int | Fraction, size: int) -> int:
         return -(-elements * size // self.elements) * itemsize_of(self.dtype)

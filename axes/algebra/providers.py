@@ -36,9 +36,11 @@ def picture_of(value: object) -> Any:
     return _pictures().drawn(value)
 
 
-def html_of(value: object) -> str | None:
-    """A picture of a value as a part of a page; None where the algebra is used alone, so that its text is shown."""
-    return None if _pictures is None else picture_of(value)._repr_html_()
+class Pictured:
+    """A value of which a notebook shows the picture; its text where the algebra is used alone."""
+
+    def _repr_html_(self) -> str | None:
+        return None if _pictures is None else picture_of(self)._repr_html_()  # type: ignore[no-any-return]
 
 
 def runtime(wanted: str) -> Runtime:

@@ -130,7 +130,7 @@ def pending_text(mesh: Mesh, pending: Iterable[tuple[str, Layout]]) -> str:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Sharding(providers.Pictured):
     """How a tensor is sharded on a mesh. Made by `mesh.sharding(text)` or `from_placements`.
 
     A value: two are equal that put the same data on the same ranks by the same digits of them. The names of dims are
@@ -175,9 +175,6 @@ class Sharding:
 
     def __repr__(self) -> str:
         return f"Sharding({self.spec!r}, {self.mesh!r})"
-
-    def _repr_html_(self) -> str | None:
-        return providers.html_of(self)
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> Shape:
         """The shape of the shard on a global rank, this one by default.
@@ -332,14 +329,6 @@ class Sharding:
                 names[at] = (f"({inner})",) if len(slots) > 1 else names[at]
                 dims[at] = Slots((Slot(slots[0].layouts),))
         return replace(self, dims=tuple(dims), names=tuple(names))
-
-    def named(self, names: Sequence[str]) -> Sharding:
-        """The same with other names for the dims that aren't groups."""
-        found = tuple_of(names)
-        if found is None or len(found) != self.ndim or not all(isinstance(name, str) for name in found):
-            raise ShardingError(f"'{self}' has {self.ndim} dims, each with a name that is text; found {shown(names)}")
-        pairs = zip(found, map(self.names_of, range(self.ndim)), strict=True)
-        return replace(self, names=tuple([(name,) if len(mine) == 1 else mine for name, mine in pairs]))
 
     def on(self, mesh: Mesh) -> Sharding:
         """The same in the names of another mesh, whose axes have the same layouts in the same order.

@@ -111,7 +111,7 @@ class Totals:
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
+class Transfer(providers.Pictured):
     """A plan that takes tensors from one layout to another; made by `axes.transfer`.
 
     Called with this rank's tensors by name it carries the plan out, and returns the tensors that arrive here.
@@ -432,9 +432,6 @@ class Transfer:
 
     def __repr__(self) -> str:
         return str(self)
-
-    def _repr_html_(self) -> str | None:
-        return providers.html_of(self)
 
 
 _OF_ALL_RANKS = ("_deal", "described", "ends", "fingerprint", "ranks", "sources", "targets", "totals")

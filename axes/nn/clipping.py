@@ -245,7 +245,7 @@ def _stage_axes(stages: AxisName, mesh: Mesh | None) -> list[_SplitAxis]:
 
 def _ordered(axes: Iterable[_SplitAxis]) -> list[_SplitAxis]:
     """The axes in an order that only their ranks decide, so that no two ranks wait for each other in turn."""
-    return sorted(axes, key=lambda axis: (axis.universe.size, axis.universe.ranks[0], axis.layout.modes))
+    return sorted(axes, key=lambda axis: (axis.universe.size, axis.universe.ranks[0], axis.layout))
 
 
 @of_world(4096)

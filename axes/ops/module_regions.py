@@ -321,7 +321,7 @@ def _not_summed(mesh: Mesh, same: tuple[Layout, ...], *device_meshes: Any) -> tu
     summed = [*same, *[Layout.of(modes) for each in over for modes in torch_private.dims_of(each)]]
     found = common_digits((*mesh.layouts, *summed)) or {}  # none where they cut the ranks in other places
     digits = {digit for layout in summed for digit in found.get(layout, ())}
-    return tuple([name for name, layout in mesh.axes.items() if not digits.issuperset(found.get(layout, layout.modes))])
+    return tuple([name for name, layout in mesh.axes.items() if not digits.issuperset(found.get(layout, layout))])
 
 
 def note_sharded(holder: torch.nn.Module, name: str, spec: str) -> None:
@@ -397,7 +397,7 @@ def _left(x: DTensor, region: ModuleFunction, gathered: bool) -> torch.Tensor:
 def _counted_same(spec: Any, same: tuple[Layout, ...]) -> tuple[Placement, ...]:
     """The placements by which a parameter's gradient is whole along these axes."""
     held = sharding_of_spec(spec)
-    modes = Layout.of(sorted((mode for layout in same for mode in layout.modes), key=lambda mode: -mode[1]))
+    modes = Layout.of(sorted((mode for layout in same for mode in layout), key=lambda mode: -mode[1]))
     touched = [layout for layout in held.mesh.layouts if layout not in held.used and modes.overlaps(layout)]
     for layout in touched:
         if not modes.contains(layout):

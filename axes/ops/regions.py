@@ -264,7 +264,7 @@ def _input(
     pendings = [str(p) for p in spec.pending or () if p.op != "same"]
     texts = [f"{'_' if has_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in dims]
     target = " ".join([*texts, *(["|"] if pendings else []), *pendings])
-    shown = actual.named([key_of(dim) or "_" for dim in dims])
+    shown = replace(actual, names=tuple([(key_of(dim) or "",) for dim in dims]))
     raise ShardingError(
         f"tensor {place} isn't sharded as the left side says\n"
         f"  left side  {spec}\n"

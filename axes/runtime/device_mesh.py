@@ -113,7 +113,7 @@ def _over_root(world: World, mesh: Mesh) -> DeviceMesh:
     """A new `DeviceMesh` of the axes, with their groups."""
     groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
     root = _root(world, mesh.universe, mesh.binding.device_type)
-    modes = [layout.modes for layout in mesh.layouts]
+    modes = list(mesh.layouts)
     here = None if mesh.coordinate is None else tuple(mesh.coordinate.values())
     own = [groups[name] for name in mesh.axis_names if groups]
     return torch_private.device_mesh_over(root, modes, mesh.axis_names, here, own)

@@ -285,7 +285,7 @@ def groups_of(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> dict[str, dist
     """The groups of these layouts by name, made in an order that only layouts and options decide; none outside."""
     if mesh.universe.position(current_world().rank) is None:
         return {}
-    in_order = sorted(named, key=lambda each: (each[0].modes, options_of(mesh, each[0]).text))
+    in_order = sorted(named, key=lambda each: (each[0], options_of(mesh, each[0]).text))
     return {name: group_of(mesh, layout, name) for layout, name in in_order}
 
 

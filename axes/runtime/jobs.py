@@ -661,7 +661,7 @@ def _mesh_text(end: Sharding, mesh: Mesh) -> dict[str, Any]:
     """The mesh of a sharding: its ranks as numbers in the job, and the digits of its axes and of those in the spec."""
     names = dict(zip(end.mesh.axis_names, end.mesh.layouts, strict=True))
     names |= {end.mesh.called(layout): layout for layout in end.used}
-    axes = {name: [list(mode) for mode in layout.modes] for name, layout in names.items()}
+    axes = {name: [list(mode) for mode in layout] for name, layout in names.items()}
     ranks = [mesh.universe.position(rank) for rank in end.universe.ranks]
     return {"ranks": ranks, "names": list(end.mesh.axis_names), "axes": axes, "node": mesh.ranks_per_node}
 

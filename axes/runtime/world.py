@@ -77,7 +77,7 @@ class Binding:
     def of(cls, device_type: str, options: Mapping[Layout, GroupOptions]) -> Binding:
         """The binding with these options, of which the usual ones say nothing."""
         own = [(layout, given) for layout, given in options.items() if layout.size > 1 and given.text]
-        return cls(device_type, tuple(sorted(own, key=lambda pair: pair[0].modes)))
+        return cls(device_type, tuple(sorted(own, key=lambda pair: pair[0])))
 
 
 def init_mesh(

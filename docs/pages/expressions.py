@@ -185,7 +185,7 @@ def local_backward(found: Recipe) -> Iterator[tuple[Plan, str]]:
     for source, target, shape in reversed(found.moves):
         one, two = source.at(shape), target.at(shape)
         arriving, middle, _ = transposed(one, two)
-        made = axes.plan(arriving.named(names_of(source)), middle, shape, dtype=DTYPE)
+        made = axes.plan(replace(arriving, names=source.names), middle, shape, dtype=DTYPE)
         yield made, "" if middle.dims == one.dims else "\n  then within zeros: pending"
 
 
