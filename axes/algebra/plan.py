@@ -501,16 +501,11 @@ def _check_pending(source: Sharding, target: Sharding, start: State, kept: State
             axis, there = target.mesh.called(over), has.get(digit, "nothing")
             raise _impossible(source, target, f"the target has {op} pending over {axis}, where the source has {there}")
     left = [tuple([item for item in group if item[1] in keeps]) for group in start.pending]
-    if tuple(filter(None, left)) != kept.pending:
-        raise _impossible(source, target, "reductions of different kinds keep their order")
-    for before, after in zip(left, start.pending[1:], strict=False):
-        if before and any(digit not in keeps for _, digit in after):
-            raise _impossible(
-                source,
-                target,
-                "reductions are resolved in their order, innermost first; the target keeps one "
-                f"({before[0][0]}) that comes before one that it resolves ({after[0][0]})",
-            )
+    goes = [any(digit not in keeps for _, digit in group) for group in start.pending]
+    out_of_order = any(stays and leaves for stays, leaves in zip(left, goes[1:], strict=False))
+    if out_of_order or tuple(filter(None, left)) != kept.pending:
+        why = "reductions are resolved in their order, innermost first, and those of different kinds keep their order"
+        raise _impossible(source, target, why)
 
 
 def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:

@@ -216,12 +216,8 @@ class Sharding(providers.Pictured):
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether every dim divides into its pieces, as split factors of a group always do."""
         whole = checked_shape(shape)
-        return len(whole) == self.ndim and not any(map(operator.mod, whole, self._pieces))
-
-    @functools.cached_property
-    def _pieces(self) -> tuple[int, ...]:
-        """Into how many pieces each dim has to divide."""
-        return tuple([1 if len(dim) > 1 else dim.pieces for dim in self.dims])
+        sizes = [size % dim.pieces for size, dim in zip(whole, self.dims, strict=False) if len(dim) == 1]
+        return len(whole) == self.ndim and not any(sizes)
 
     @functools.cached_property
     def universe(self) -> Universe:
