@@ -492,6 +492,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Layout.offsets": Door(layout.offsets),
         "Layout.overlaps": Door(layout.overlaps, axes.Layout((2,), (1,))),
         "Layout.split": Door(layout.split, (2, 4)),
+        "Layout.contains itself": Door(layout.contains, layout),
         # shardings
         "Sharding.local_shape": Door(sharding.local_shape, (8, 12), rank=3),
         "Sharding.local_shape of a factor": Door(grouped.local_shape, (8, 24), rank=3),
@@ -502,6 +503,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Sharding.sized": Door(grouped.sized, (8, 24)),
         "Sharding.largest_tile": Door(sharding.largest_tile, (8, 12)),
         "Sharding.tile": Door(sharding.tile, (8, 12), 3),
+        "Sharding.tile of a factor": Door(grouped.tile, (8, 24), 3),
         "Sharding.on": Door(sharding.on, axes.Mesh("u=2 v=4")),
         "Sharding.is_equivalent": Door(sharding.is_equivalent, sharding, (8, 12)),
         "Sharding.from_placements": Door(axes.Sharding.from_placements, algebra, sharding.placements, 2, (8, 12)),
