@@ -132,7 +132,8 @@ class Communicator:
 
     def _as_carried(self, x: torch.Tensor) -> torch.Tensor:
         # One element has any stride and is contiguous; a view as a narrower dtype wants stride 1.
-        return x.as_strided((x.numel(),), (1,)).view(self._carrier)
+        flat = x.view(-1) if x.numel() != 1 else x.as_strided((1,), (1,))
+        return flat.view(self._carrier)
 
     def _to_reduce(self, x: torch.Tensor, op: str, divisor: int) -> torch.Tensor:
         if not (self._is_reduced or self._wide or (self._is_complex and op == "sum")):

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from axes.algebra.chunks import Region
+from axes.runtime.transforms import PLAIN
 
 Part = tuple[int, Region]
 """Where in the buffer a box begins, in elements, and the box."""
@@ -54,8 +55,21 @@ class Grid(NamedTuple):
         return self.strides == (1,)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Those of a contiguous tensor, as a view."""
+        """Those of a contiguous tensor that isn't a result of a graph, as a view."""
         return x.as_strided(self.sizes, self.strides, x.storage_offset() + self.offset)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """Those of a contiguous tensor, as a view; in a graph a copy.
+
+        There they are found by their numbers: inductor may keep a tensor of the graph in another order of dims, in
+        which `as_strided` finds other elements.
+        """
+        if type(x) in PLAIN and not torch.compiler.is_compiling():
+            return self.of(x)
+        numbers = torch.zeros((), dtype=torch.int64, device=x.device)
+        for size, stride in zip(self.sizes, self.strides, strict=True):
+            numbers = numbers[..., None] + torch.arange(size, device=x.device) * stride
+        return x.view(-1)[numbers + self.offset]
 
 
 Places = Sequence[tuple[int, Grid]]
@@ -233,7 +247,7 @@ def packer(side: Side, multiples: Shape, fresh: bool = False) -> Pack:
         def pack(tile: torch.Tensor) -> torch.Tensor:
             buffer = tile.new_empty(size)
             for start, grid in places:
-                buffer[start : start + grid.numel].view(grid.sizes).copy_(grid.of(tile))
+                buffer[start : start + grid.numel].view(grid.sizes).copy_(grid.read(tile))
             if not places:
                 # In a graph, torch puts what depends on no tensor into both passes: a buffer would be sent twice.
                 buffer[:0].copy_(tile.view(-1)[:0])
@@ -241,10 +255,7 @@ def packer(side: Side, multiples: Shape, fresh: bool = False) -> Pack:
 
         return pack
     if fresh or not grid.is_run:
-        sizes, strides, offset = grid
-        if offset == 0:
-            return lambda tile: torch.as_strided_copy(tile, sizes, strides)
-        return lambda tile: torch.as_strided_copy(tile, sizes, strides, tile.storage_offset() + offset)
+        return lambda tile: grid.read(tile).clone(memory_format=torch.contiguous_format)
     if shape and size == math.prod(shape):
         return lambda tile: tile
     start, stop = grid.offset, grid.offset + size
