@@ -159,7 +159,8 @@ def exchange(
     row = math.prod(rows.shape[1:])
     given, got = ([count * row for count in counts] for counts in (sends, receives))
     described = "all_to_all", x, dim, group, sends, receives
-    return _exchanged(rows, given, got, group, described).view(sum(receives), *rows.shape[1:]).movedim(0, dim)
+    found = _carried_out("all_to_all", described, rows, got, given, (sum(receives), *rows.shape[1:]))
+    return found.movedim(0, dim)
 
 
 def permute(x: torch.Tensor, target: int | None, source: int | None, group: AxisGroup) -> torch.Tensor:
@@ -171,7 +172,8 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, group: Axis
     sends = tuple([count if i == target else 0 for i in range(group.size)])
     receives = tuple([count if i == source else 0 for i in range(group.size)])
     described = "ppermute", x, None, group, sends, receives
-    received = _exchanged(x if target is not None else x.reshape(-1)[:0], sends, receives, group, described)
+    sent = x if target is not None else x.reshape(-1)[:0]
+    received = _carried_out("all_to_all", described, sent, receives, sends, (sum(receives),))
     if source is not None:
         return received.view(x.shape)
     if not torch.compiler.is_compiling():
@@ -182,16 +184,6 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, group: Axis
     return zeros.view(x.dtype).view(x.shape)
 
 
-def _exchanged(
-    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: AxisGroup, described: tuple[Any, ...]
-) -> torch.Tensor:
-    """The elements of `x` in order, `sends[i]` to coordinate i; flat, what came, `receives[i]` from it."""
-    if torch.compiler.is_compiling() and group.fake and not sum(sends):
-        # torch's fake backend refuses to receive where nothing is sent
-        x, sends = x.new_zeros(sum(receives)), receives
-    return _carried_out("all_to_all", described, x, receives, sends, (sum(receives),))
-
-
 def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any) -> torch.Tensor:
     """The collective `by` of a communicator: in a graph a node of it."""
     group = described[3]
@@ -199,7 +191,7 @@ def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any
         x = waited(x)
     x = x.resolve_conj().resolve_neg().contiguous()
     if torch.compiler.is_compiling() or type(x) not in PLAIN:
-        return getattr(functional_communicator(group.group_name, group.size, x.dtype), by)(x, *how)
+        return getattr(functional_communicator(group.group_name, group.size, group.fake, x.dtype), by)(x, *how)
     return collective(_named, described, getattr(communicator(group.group, x.dtype, True), by), x, *how)
 
 

@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
     def within(self, shard: torch.Tensor) -> torch.Tensor:
         """The part of a shard, as a view."""
-        return _narrowed(shard, self.start, self.sizes)
+        return shard[_slices(self.start, self.sizes)]
 
 
 def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
@@ -91,10 +91,8 @@ def _boxes(sharding: Sharding, shape: Shape, rank: int) -> tuple[Box, ...]:
     return tuple(Box(*(tuple(run[part] for run in chosen) for part in range(3))) for chosen in product(*dims))
 
 
-def _narrowed(x: torch.Tensor, starts: Shape, sizes: Shape) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        x = x.narrow(dim, start, size)
-    return x
+def _slices(starts: Shape, sizes: Shape) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 # --- what torch calls
@@ -179,7 +177,7 @@ def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
         local = torch.empty_like(local, device=whole.device)
     filled = torch_private.dtensor(local, torch_private.spec_of(x)) if x.is_meta else x
     for box in boxes:
-        box.within(local).copy_(_narrowed(whole.detach(), box.offsets, box.sizes))
+        box.within(local).copy_(whole.detach()[_slices(box.offsets, box.sizes)])
     count_writes([filled])
     return filled
 

@@ -67,10 +67,10 @@ def moved(by: str, x: int, each: int, size: int, rank: int, receives: Counts = N
 class _Functional:
     """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
 
-    __slots__ = ("name", "size")
+    __slots__ = ("is_fake", "name", "size")
 
-    def __init__(self, name: str, size: int):
-        self.name, self.size = name, size
+    def __init__(self, name: str, size: int, is_fake: bool):
+        self.name, self.size, self.is_fake = name, size, is_fake
 
     def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
         return torch_private.functional("all_gather_into_tensor", x.view(-1), self.size, self.name).view(shape)
@@ -78,6 +78,8 @@ class _Functional:
     def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
         each = [x.numel() // self.size] * self.size
         got, given = each if receives is None else receives, each if sends is None else sends
+        if self.is_fake and sends is not None and not sum(sends):  # that backend can't receive where nothing is sent
+            x, given = x.new_zeros(sum(got)), got
         return torch_private.functional("all_to_all_single", x.view(-1), [*got], [*given], self.name).view(shape)
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
@@ -182,10 +184,14 @@ def _swapped(bits: torch.Tensor) -> torch.Tensor:
 @of_world(512)
 def communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Communicator:
     """The collectives of a group for a dtype; made once."""
-    raw: Any = torch_private.Collectives(group) if eager else _Functional(group.group_name, group.size())
+    raw: Any = (
+        torch_private.Collectives(group)
+        if eager
+        else _Functional(group.group_name, group.size(), dist.get_backend(group) == "fake")
+    )
     return Communicator(raw, dtype)
 
 
-def functional_communicator(name: str, size: int, dtype: torch.dtype) -> Communicator:
+def functional_communicator(name: str, size: int, is_fake: bool, dtype: torch.dtype) -> Communicator:
     """That of a group by its name, as nodes of a graph."""
-    return Communicator(_Functional(name, size), dtype)
+    return Communicator(_Functional(name, size, is_fake), dtype)

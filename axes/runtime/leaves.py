@@ -30,12 +30,15 @@ from axes.runtime.torch_placements import sharding_of_spec
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
+_HOOK = -1
+"""The number of the hook that resolves the gradient of a leaf."""
+
 
 def resolving(made: DTensor) -> DTensor:
     """A DTensor that was just made, which resolves its gradient if it is ever a leaf with one; none is in a graph."""
     spec = torch_private.spec_of(made)
     if (made.dtype.is_floating_point or made.dtype.is_complex) and not is_symbolic(spec.shape):
-        torch_private.set_hook(made, _resolve(spec))
+        torch_private.hooks_of(made)[_HOOK] = _resolve(spec)
     return made
 
 
@@ -48,15 +51,15 @@ def used(x: DTensor, grad: str = "resolved") -> DTensor:
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
         if grad != "resolved":
             leave_pending(x)
-        elif not torch_private.has_hook(x) and not _is_left_to_fsdp(x):
-            torch_private.set_hook(x, _resolve(torch_private.spec_of(x)))
+        elif _HOOK not in torch_private.hooks_of(x) and not _is_left_to_fsdp(x):
+            torch_private.hooks_of(x)[_HOOK] = _resolve(torch_private.spec_of(x))
     return x
 
 
 def leave_pending(leaf: DTensor) -> None:
     """Have the gradient of a leaf left as it comes."""
     if not torch.compiler.is_compiling():
-        torch_private.remove_hook(leaf)
+        torch_private.hooks_of(leaf).pop(_HOOK, None)
     elif _has_hook(leaf):
         _leave_pending_outside(leaf)
 
@@ -98,12 +101,12 @@ def _is_left_to_fsdp(leaf: DTensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_hook(leaf: DTensor) -> bool:
-    return torch_private.has_hook(leaf)
+    return _HOOK in torch_private.hooks_of(leaf)
 
 
 @torch.compiler.disable(reason="grad='pending' takes a hook of a leaf away, outside of the graph")
 def _leave_pending_outside(leaf: DTensor) -> None:
-    torch_private.remove_hook(leaf)
+    torch_private.hooks_of(leaf).pop(_HOOK, None)
 
 
 @of_world(4096)

@@ -29,6 +29,12 @@ Border = Literal["argument", "result"] | None
 """`argument`: the map brings a tensor into a region; `result`: out of one, and other ranks may have copies of it."""
 
 
+_BATCH = (
+    "backward: found a batch of gradients, and a collective takes one. Leave out vectorize=True and "
+    "is_grads_batched=True, and call torch.autograd.grad once for each"
+)
+
+
 class _Linear(torch.autograd.Function):
     """`run(*xs)`, with the gradient that `linear` says."""
 
@@ -48,7 +54,7 @@ class _Linear(torch.autograd.Function):
         needed, first = ctx.needs_input_grad[4:], None
         for g in gradients:
             if g is not None and not torch.compiler.is_compiling() and torch_private.is_batch(g):
-                raise ShardingError(torch_private.BATCH)
+                raise ShardingError(_BATCH)
             first = g if first is None else first
         if first is None:
             return (None,) * (4 + len(needed))
@@ -56,7 +62,6 @@ class _Linear(torch.autograd.Function):
         return (None, None, None, None, *found) if isinstance(found, tuple) else (None, None, None, None, found)
 
 
-_apply = torch_private.apply_of(_Linear)
 NODE: Any = torch_private.node_of(_Linear)
 """The type of the nodes that maps leave in the graph; the `border` of each says where it stands."""
 
@@ -75,8 +80,7 @@ def linear(
     """
     for x in xs if torch.is_grad_enabled() else ():
         if x.requires_grad:
-            apply = _Linear.apply if torch.compiler.is_compiling() else _apply
-            return apply(run, back, border, keep, *xs)
+            return _Linear.apply(run, back, border, keep, *xs)
     return run(*xs)
 
 

@@ -28,13 +28,13 @@ never by its version number.
 | `functional` | `torch.ops._c10d_functional` | functional collectives |
 | `dtensor`, `dtensor_spec`, `resized_spec` | `DTensorSpec` | `DTensor.from_local` at a tenth of its price |
 | `spec_of`, `local_of`, `lie_alike` | `DTensor._spec`, `_local_tensor` | the same |
-| `has_hook`, `set_hook`, `remove_hook` | `Tensor._backward_hooks` | a list of hooks; `register_hook` on any leaf |
+| `hooks_of` | `Tensor._backward_hooks` | a list of hooks; `register_hook` on any leaf |
 | `UnderWay` | `AsyncCollectiveTensor` | a name for it |
 | `owns_its_memory` | `_storage_Use_Count` | a count of a storage |
 | `memory_of` | `_cdata` | `Tensor.shares_memory_with` |
 | `version_of`, `counters_of` | `Tensor._version` | a counter that a DTensor shares with its shard |
 | `has_base`, `untied` | `_is_view`, `_unsafe_view` | none |
-| `node_of`, `apply_of`, `TO_LOCAL`, `says_its_gradient` | `_backward_cls`, `_ToTorchTensor` | none |
+| `node_of`, `TO_LOCAL`, `says_its_gradient` | `_backward_cls`, `_ToTorchTensor` | none |
 | `backward_pass` | `_current_graph_task_id` | a question of the autograd engine |
 | `copy_all`, `scale_all`, `norms_of` | `_foreach_copy_`, `_foreach_mul_`, `_foreach_norm` | names for them |
 | `mapped`, `children_of`, `take_apart`, `put_together` | `torch.utils._pytree` | `torch.utils.pytree` |
@@ -44,7 +44,7 @@ never by its version number.
 | `autocast_may_be_on` | `_is_any_autocast_enabled` | `torch.is_autocast_enabled()` for any device |
 | `DispatchMode` | `torch.utils._python_dispatch` | its module, as its documentation is public |
 | `hint_of` | `SymInt.node.hint` | `SymInt.hint` |
-| `constant_in_graphs` | `pytree.register_constant`, `__dataclass_params__` (2.11) | a public name for it |
+| `constant_in_graphs` | `pytree.register_constant` | a public name for it |
 | `current_trace` | `TracingContext` | something to keep for the time of a trace |
 | `keep_with_graph` | `OutputGraph.cleanups`, the tracer's graph | a way to give a graph something of one's own |
 | `inputs_with_guarded_sizes` | `install_guard`, placeholders of the graph | dynamo's guarding sizes of DTensors |
@@ -65,7 +65,6 @@ never by its version number.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import math
@@ -98,11 +97,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from axes.algebra.layout import Digit
+
 DispatchMode = TorchDispatchMode
 """Sees every ATen operation of a block."""
-
-Mode = tuple[int, int]
-"""`(size, stride)`, as in `axes.algebra.layout`."""
 
 
 # Process groups
@@ -206,12 +204,12 @@ def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
 
 def device_mesh_over(
     root: DeviceMesh,
-    dims: Sequence[Sequence[Mode]],
+    dims: Sequence[Sequence[Digit]],
     names: tuple[str, ...],
     coordinate: tuple[int, ...] | None,
     groups: Sequence[dist.ProcessGroup],
 ) -> DeviceMesh:
-    """A `DeviceMesh` whose dims step through the ranks of its root by the modes in `dims`.
+    """A `DeviceMesh` whose dims step through the ranks of its root by the digits in `dims`.
 
     Dim `i` communicates over `groups[i]`, whose ranks stand in the order of its coordinates; a rank outside the root
     has no coordinate and no groups. It is the root but for its own fields: the constructor lists all ranks of the root
@@ -339,15 +337,15 @@ def groups_are_gone(device_mesh: DeviceMesh) -> bool:
     return not {*group_names(device_mesh)} <= {*c10d._world.pg_names.values()}
 
 
-def dims_of(device_mesh: DeviceMesh) -> list[list[Mode]]:
-    """The modes `(size, stride)` of each dim, over `root_ranks`; none for a dim of size one."""
+def dims_of(device_mesh: DeviceMesh) -> list[list[Digit]]:
+    """The digits `(size, stride)` of each dim, over `root_ranks`; none for a dim of size one."""
     layout: Any = device_mesh._layout
     return [list(layout[i].sizes_and_strides) for i in range(len(layout))]
 
 
-def _layout_of(dims: Sequence[Sequence[Mode]]) -> Any:
-    """torch's layout of the dims; a dim without modes has size one."""
-    flat: list[Any] = [tuple(zip(*(modes or ((1, 1),)), strict=True)) for modes in dims]
+def _layout_of(dims: Sequence[Sequence[Digit]]) -> Any:
+    """torch's layout of the dims; a dim without digits has size one."""
+    flat: list[Any] = [tuple(zip(*(digits or ((1, 1),)), strict=True)) for digits in dims]
     if hasattr(_mesh_layout, "_FlatLayout"):  # 2.13: a mesh layout is a list of flat layouts; 2.11: one nested layout
         return _mesh_layout._MeshLayout([_mesh_layout._FlatLayout(*each) for each in flat])
     return _mesh_layout._MeshLayout(
@@ -576,29 +574,15 @@ def has_default_order(spec: DTensorSpec) -> bool:
     return spec.use_strided_shard_as_shard_order or order is None or order == default(spec.placements)
 
 
-def has_hook(leaf: torch.Tensor) -> bool:
-    """Whether a leaf has the gradient hook that `set_hook` has given it."""
-    return _HOOK in (leaf._backward_hooks or ())
+def hooks_of(leaf: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """The gradient hooks of a leaf by number, also where it doesn't require a gradient yet. torch's numbers start at 0.
 
-
-def set_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-    """Give a leaf a gradient hook, also where it doesn't require a gradient yet.
-
-    What `register_hook` does behind its check of that (2.11 to 2.13): autograd runs the hooks of a tensor
+    What `register_hook` adds to behind its check of that (2.11 to 2.13): autograd runs the hooks of a tensor
     from when it requires one, and an operation in place that makes it another function drops them.
     """
     if leaf._backward_hooks is None:
         leaf._backward_hooks = OrderedDict()
-    leaf._backward_hooks[_HOOK] = hook
-
-
-def remove_hook(leaf: torch.Tensor) -> None:
-    """Take it away."""
-    (leaf._backward_hooks or {}).pop(_HOOK, None)
-
-
-_HOOK = -1
-"""Its number among the hooks of a tensor: those that torch gives start at 0."""
+    return leaf._backward_hooks
 
 
 UnderWay = funcol.AsyncCollectiveTensor
@@ -652,14 +636,6 @@ def untied(x: torch.Tensor) -> torch.Tensor:
 
 node_of: Callable[[type[torch.autograd.Function]], type] = operator.attrgetter("_backward_cls")
 """The type of the nodes that an autograd function leaves in the graph."""
-
-
-def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without what it does for transforms of `torch.func`, which are refused before: 2 of its 10 us.
-
-    Dynamo can't follow it.
-    """
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def says_its_gradient(node: Any) -> bool:
@@ -745,12 +721,6 @@ def is_wrapped(x: torch.Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
-BATCH = (
-    "backward: found a batch of gradients, and a collective takes one. Leave out vectorize=True and "
-    "is_grads_batched=True, and call torch.autograd.grad once for each"
-)
-"""The error for what `is_batch`."""
-
 is_batch: Callable[[torch.Tensor], bool] = functorch.is_legacy_batchedtensor
 """The second half of `is_wrapped`."""
 
@@ -782,18 +752,11 @@ def hint_of(size: Any) -> int | None:
     return size if isinstance(size, int) else size.node.hint
 
 
-def constant_in_graphs(kind: type) -> None:
-    """Makes what is of an immutable, hashable type a constant of compiled graphs, guarded by equality.
+constant_in_graphs: Callable[[type], None] = pytree.register_constant
+"""Makes what is of an immutable, hashable type a constant of compiled graphs, guarded by equality.
 
-    2.13 takes any object for one where it is handed to a function whose result is constant; 2.11 only
-    these, and would put together a frozen dataclass from its fields, which it can't. There a dataclass doesn't
-    say that it is frozen.
-    """
-    pytree.register_constant(kind)
-    if dataclasses.is_dataclass(kind) and not DEVICE_MESHES_ARE_INPUTS:
-        parameters: Any = copy.copy(kind.__dataclass_params__)  # type: ignore[attr-defined]
-        parameters.frozen = False
-        kind.__dataclass_params__ = parameters  # type: ignore[attr-defined]
+2.13 takes any object for one where it is handed to a function whose result is constant; 2.11 only these.
+"""
 
 
 def keep_with_graph(kept: Callable[[], None]) -> bool:
