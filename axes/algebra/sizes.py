@@ -87,7 +87,7 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     (4, 8)
     """
     found = whole_numbers(shape)
-    if found is None or min(found, default=0) < 0:
+    if found is None or [size for size in found if size < 0]:  # dynamo can't follow `min` of symbols
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
     return found
 
