@@ -209,11 +209,13 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(make)
         def found(*key: P.args, **_: P.kwargs) -> R:
-            caches = current_world().caches
+            world, default = _current, torch_private.default_group()
+            if world is None or default is None or world.default() is not default:
+                world = current_world()
             try:
-                cache = caches[make]
+                cache = world.caches[make]
             except KeyError:
-                cache = caches[make] = functools.lru_cache(maxsize)(make)
+                cache = world.caches[make] = functools.lru_cache(maxsize)(make)
             return cache(*key)
 
         return found
