@@ -269,8 +269,8 @@ view*), and the expression means the same.
 
 One text is read the same everywhere. A name is what Python calls an identifier (`h`, `_h`, `β`, but not `_` alone,
 and written as Python normalizes it); white space is what Python calls so, tabs and line breaks included. In an
-einsum `...` stands for dims of the same sizes in every operand. Arrays of other libraries, where the text has no `@`,
-go to einops itself, which is stricter: it refuses `_h`, `h_` and tabs.
+einsum `...` stands for dims of the same sizes in every operand. (einops is stricter: it refuses `_h`, `h_` and tabs.)
+Arrays of other libraries are for einops itself.
 
 ## Four rules
 

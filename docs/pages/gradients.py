@@ -155,7 +155,8 @@ def run_global(e: Expression, mesh: Mesh) -> Ran:
 
 def _note(raw: dict[int, str], at: int, operand: str, found: torch.Tensor) -> None:
     """Keeps how a gradient came to the leaf."""
-    raw[at] = axes.sharding_of(found).named(_dims(operand)).spec
+    names = iter(_dims(operand))
+    raw[at] = re.sub(r"\b_\b", lambda _: next(names), axes.spec_of(found))
 
 
 def run_local(e: Expression, mesh: Mesh) -> Ran:

@@ -30,6 +30,9 @@ def sizes_of_atoms(
     equations, assumed = list[Product](), set[str]()
     known = given_sizes(given, None, reading.items, [item.name for item in reading.items])
     known |= {atom: int(atom_text(atom)) for atom in reading.atoms if is_number(atom)}
+    known |= {
+        whole: math.prod([known[n] for n in inner]) for whole, inner in reading.wholes.items() if {*inner} <= {*known}
+    }
     for whole, inner in reading.wholes.items():
         # Of the names that have no size one has what the others leave.
         missing = [name for name in inner if name not in known]
