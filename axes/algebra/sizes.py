@@ -178,7 +178,7 @@ def checked_size(name: str, value: object) -> int | None:
     if size == -1:
         return None
     if size is None or not 1 <= size <= LARGEST_SIZE:
-        hint = "" if isinstance(value, int) else f", and there is no option {shortened(name)}"
+        hint = "" if size is not None else f", and there is no option {shortened(name)}"
         raise SizeError(
             f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shown(value)}{hint}"
         )

@@ -21,13 +21,14 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.expressions import Recipe, gradient, unmoved
+from axes.algebra.layout import Layout
 from axes.algebra.sharding import EXTREMES, LINEAR, Sharding, pending_text
 from axes.ops import autocast
 from axes.ops.recipes import BoundRecipe, at_sizes
@@ -187,12 +188,8 @@ def _on_shards(made: BoundRecipe, x: DTensor) -> DTensor:
     """What isn't linear: differentiated by torch on this rank's shard, as in a region of this one operation."""
     changes, found = Changes(), made.recipe
     pending = [entry for each in (found.inputs[0].tensor, found.result.tensor) for entry in each.pending]
-    if pending and found.op in EXTREMES and x.requires_grad:
-        raise ShardingError(
-            f"a {found.op} is differentiable where it is resolved in the same expression; found "
-            f"{pending_text(found.mesh, pending[:1])} pending\nin  {found.text}\n"
-            "name its axes on the left and leave out the '|', or call it with torch.no_grad()"
-        )
+    if pending and found.op in EXTREMES:
+        return linear(functools.partial(_run, made), functools.partial(_refuse, made.recipe, pending[:1]), x)
     counted, counted_result = _crossing(found.inputs[0].tensor, made.placements)
     (shard,), value = on_shards(lambda shards: made.on_shards.run(*shards), (x,), (counted,), changes)
     changes.watch([(x, shard)])
@@ -216,6 +213,14 @@ def _crossing(source: Sharding, result: tuple[Any, ...]) -> tuple[tuple[Any, ...
     axes = zip(mesh.layouts, placements, result, strict=True)
     whole = tuple([layout for layout, a, b in axes if a.is_replicate() and b.is_replicate() and layout.size > 1])
     return counted_as_same(mesh, placements, whole), counted_as_same(mesh, result, whole)
+
+
+def _refuse(found: Recipe, pending: Sequence[tuple[str, Layout]], _: DTensor) -> NoReturn:
+    raise ShardingError(
+        f"a {found.op} is differentiable where it is resolved in the same expression; found "
+        f"{pending_text(found.mesh, pending)} pending\nin  {found.text}\n"
+        "name its axes on the left and leave out the '|', or call it with torch.no_grad()"
+    )
 
 
 # --- autocast

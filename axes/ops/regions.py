@@ -262,7 +262,11 @@ def _input(
     if not overlap and wanted.is_equivalent(held, [shape[at] for at in said]):
         return RegionInput(dims, actual, shape, counted_as_same(actual.mesh, placements, same), same)
     pendings = [str(p) for p in spec.pending or () if p.op != "same"]
-    texts = [f"{'_' if has_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in dims]
+    texts = list(map(str, dims))
+    for at in [at for at in range(len(dims)) if at not in said]:
+        # A star keeps the axes that the tensor has there, unless the left side uses them elsewhere.
+        taken = any(axis.overlaps(used) for axis in actual.dims[at].layouts for used in wanted.used)
+        texts[at] = ("_" if has_dots(dims[at]) else str(dims[at])) + ("" if taken else "@*")
     target = " ".join([*texts, *(["|"] if pendings else []), *pendings])
     shown = replace(actual, names=tuple([(key_of(dim) or "",) for dim in dims]))
     raise ShardingError(

@@ -18,13 +18,14 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor
 
+from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.check import waited
 from axes.runtime.graphs import check_groups, guard_whole_sizes, kept_name, known
 from axes.runtime.groups import of_world
 from axes.runtime.routes import route, settled
-from axes.runtime.symbols import is_symbolic, spec_at
+from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 
 Spec = Any
@@ -91,7 +92,24 @@ def traced(
 @torch.compiler.allow_in_graph
 def _node(name: str, _: Any, settle: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
     run, *what = known(name)
+    for x in tensors:
+        if isinstance(x, DTensor):
+            _fix_uneven_sizes(x)
     return run(*what, numbers, [settled(x) if leaf else x for x, leaf in zip(tensors, settle, strict=True)])
+
+
+def _fix_uneven_sizes(x: DTensor) -> None:
+    """Makes numbers of the sizes of dims that are split unevenly, whole and on this rank, before anything has them.
+
+    torch may have one symbol for this rank's size and for another dim of the same size: a result would keep the symbol.
+    """
+    local = torch_private.local_of(x)
+    if is_symbolic(local.shape):
+        spec, whole = torch_private.spec_of(x), hints(x.shape)
+        pieces = cuts_of(sharding_of_spec(spec_at(spec, whole)).at(whole))
+        for size, part, cuts in zip(x.shape, local.shape, pieces, strict=True):
+            if cuts and hint(size) % cuts:
+                fixed(size), fixed(part)
 
 
 @torch.compiler.assume_constant_result
