@@ -150,7 +150,7 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     groups = {name: device_mesh.get_group(name) for name in names if member}
     for name, group in groups.items():
         _check_order(world, mesh, name, group)
-    entries = [(layouts[name], adopt(world, group, name)) for name, group in groups.items()]
+    entries = [(layouts[name], adopt(world, group, layouts[name], name)) for name, group in groups.items()]
     ours = world.roots.setdefault((universe, device), torch_private.root_of(device_mesh))
     torch_private.register_groups(ours, [*groups.values()])
     usual = backend_for(world, device)

@@ -103,8 +103,8 @@ class GroupOptions:
 class ProcessGroupInfo:
     """One communicator of this process, and who uses it.
 
-    `names` are those under which it was asked for, `options` those of the axis. `origin` is "made" by axes, the
-    "default" group of torch, or "adopted" with a `DeviceMesh`.
+    `names` are those under which it was asked for, `layout` the digits of the first that asked, `options` those of the
+    axis. `origin` is "made" by axes, the "default" group of torch, or "adopted" with a `DeviceMesh`.
     """
 
     group: dist.ProcessGroup
@@ -112,6 +112,7 @@ class ProcessGroupInfo:
     backend: str
     options: GroupOptions
     origin: str
+    layout: Layout | None = None
     names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -256,10 +257,11 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
     with world.lock:
         if key not in world.groups:
             world.groups[key] = _made(world, mesh, key, name)
-        return _asked_for(world.groups[key], name).group
+        return _asked_for(world.groups[key], layout, name).group
 
 
-def _asked_for(entry: ProcessGroupInfo, name: str) -> ProcessGroupInfo:
+def _asked_for(entry: ProcessGroupInfo, layout: Layout, name: str) -> ProcessGroupInfo:
+    entry.layout = entry.layout or layout
     entry.names = tuple(dict.fromkeys((*entry.names, name)))
     return entry
 
@@ -355,13 +357,13 @@ def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], ranks: S
         forget_groups()
 
 
-def adopt(world: World, group: dist.ProcessGroup, name: str) -> ProcessGroupInfo:
+def adopt(world: World, group: dist.ProcessGroup, layout: Layout, name: str) -> ProcessGroupInfo:
     """What axes knows of a group that somebody else made: enters it, unless it or one of this content is known."""
     entry = info_of(world, group)
     if entry is None:
         ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
         what = ranks, str(dist.get_backend(group)), _NO_OPTIONS
-        entry = _asked_for(world.groups.setdefault(what, ProcessGroupInfo(group, *what, "adopted")), name)
+        entry = _asked_for(world.groups.setdefault(what, ProcessGroupInfo(group, *what, "adopted")), layout, name)
     return entry
 
 

@@ -377,6 +377,9 @@ class _Groups:
                     return (name,)
         for info in process_groups():
             if info.group.group_name == group_name:
+                mesh, layout = self._mesh, info.layout
+                if mesh is not None and layout is not None and mesh.layout_of_all.contains(layout):
+                    return mesh.calls(layout)
                 return tuple(next(iter(info.names), "").split()) or (("world",) if info.origin == "default" else ())
         return ()
 
