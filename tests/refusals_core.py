@@ -241,7 +241,7 @@ EINOPS = (
         ("reduce(L(6, 2), 'b h -> b', 'median')", "ShardingError", "and functions; found 'median'"),
         ("reduce(L(6, 2), 'a@tp b -> a@tp', lambda x, dims: x)", "ShardingError", "without dims (1,) that is [6]; found a tensor of [6, 2]"),
         ("reduce(D('a@tp b', 6, 2), 'a@tp b -> a@tp', lambda x, dims: 1.0)", "ShardingError", "that is [3]; found 1.0"),
-        ("reshard(reduce(D('a@tp', 8).requires_grad_(), 'a@tp -> | max@tp', 'max'), '').backward()", "ShardingError", "resolved in the same expression; found max@tp pending"),
+        ("reduce(D('a@tp', 8).requires_grad_(), 'a@tp -> | max@tp', 'max').backward()", "ShardingError", "resolved in the same expression; found max@tp pending"),
         ("reduce(torch.arange(4), 'b@dp -> ', 'mean')", "ShardingError", "a mean of torch.int64 isn't"),
         *[(f"reduce(L(5, 3), 'b@dp s -> s | {left}', 'mean')", "SizeError", "needs the whole size of 'b', and a shard shows") for left in ("mean@dp", "sum@dp", "*")],
         ("reduce(L(5, 3), 'b@dp s@(cp tp) -> | sum@cp', 'mean')", "SizeError", "whole size of 'b' and 's'"),
