@@ -569,8 +569,8 @@ def leaves(dims: Iterable[Dim]) -> tuple[Item, ...]:
 
 def dim_places(dim: Dim) -> list[Place]:
     """What stands right of an `@` in a dim."""
-    own = [] if dim.place is None else [dim.place]
-    return own + [factor.place for factor in dim.factors if factor.place is not None]
+    parts: tuple[Dim | Factor, ...] = (dim, *dim.factors)
+    return [each.place for each in parts if each.place is not None]
 
 
 def axes_of_dim(dim: Dim) -> list[str]:
@@ -578,10 +578,12 @@ def axes_of_dim(dim: Dim) -> list[str]:
     return [name for place in dim_places(dim) for name in place.names if name != "*"]
 
 
-def places_of(tree: Spec) -> list[tuple[str, Place]]:
+def places_of(tree: Spec) -> list[tuple[Dim | Pending, Place]]:
     """What stands right of an `@` in a spec, behind the dim or pending reduction in which it stands."""
-    found = [(str(dim), place) for dim in tree.dims for place in dim_places(dim)]
-    return found + [(str(each), each.place) for each in tree.pending or () if each.place is not None]
+    every = list[tuple[Dim | Pending, Place | None]]()
+    every += [(dim, place) for dim in tree.dims for place in (dim.place, *[factor.place for factor in dim.factors])]
+    every += [(each, each.place) for each in tree.pending or ()]
+    return [(where, place) for where, place in every if place is not None]
 
 
 def axes_of(tree: Spec) -> list[str]:

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -74,7 +74,17 @@ class Layout(tuple[Digit, ...]):
                 f"a layout has as many strides as sizes, whole numbers that are at least 1 and have {MOST_BITS} bits; "
                 f"found {shown(sizes)} and {shown(strides)}"
             )
-        merged = _merged(zip(one, two, strict=True))
+        return cls._joined(zip(one, two, strict=True))
+
+    @classmethod
+    def _joined(cls, every: Iterable[Digit]) -> Layout:
+        """Digits of layouts as one layout."""
+        merged: list[Digit] = []
+        for size, stride in every:
+            if merged and merged[-1][1] == size * stride:
+                merged[-1] = (merged[-1][0] * size, stride)
+            elif size > 1:
+                merged.append((size, stride))
         for (size, stride), (_, above) in pairwise(sorted(merged, key=itemgetter(1))):
             if above % (size * stride):
                 raise MeshError(
@@ -82,7 +92,7 @@ class Layout(tuple[Digit, ...]):
                     f"stride {above} isn't a multiple of {size} * {stride}"
                 )
         found = super().__new__(cls, merged)
-        found.__dict__["size"] = math.prod([size for size, _ in merged])
+        found.__dict__["size"] = math.prod(map(itemgetter(0), merged))
         return found
 
     @classmethod
@@ -182,7 +192,7 @@ class Layout(tuple[Digit, ...]):
                 wanted //= low
                 if low < size:
                     rest.append((size // low, stride * low))
-            parts.insert(0, Layout.of(taken))
+            parts.insert(0, Layout._joined(taken))
         return tuple(parts)
 
     @staticmethod
@@ -192,7 +202,7 @@ class Layout(tuple[Digit, ...]):
         >>> Layout.product(Layout((2,), (4,)), Layout((4,), (1,)))
         8:1
         """
-        return Layout.of([mode for layout in layouts for mode in checked_layout(layout)])
+        return Layout._joined(chain.from_iterable(map(checked_layout, layouts)))
 
     def complement(self, size: int) -> Layout:
         """The digits of a universe of `size` positions that this layout doesn't read.
@@ -216,7 +226,7 @@ class Layout(tuple[Digit, ...]):
         taken = set(theirs)
         if not taken <= set(mine):
             raise MeshError(f"{other} isn't made of the digits of {self}")
-        return Layout.of(digit for digit in mine if digit not in taken)
+        return Layout._joined([digit for digit in mine if digit not in taken])
 
     def contains(self, other: Layout) -> bool:
         """Whether every digit of `other` is a digit of this layout, in whatever order.
@@ -341,18 +351,6 @@ def common_digits(layouts: Iterable[Layout]) -> dict[Layout, tuple[Digit, ...]] 
         return dict(zip(every, digits(*every), strict=True))
     except MeshError:
         return None
-
-
-def _merged(every: Iterable[Digit]) -> tuple[Digit, ...]:
-    found: list[Digit] = []
-    for size, stride in every:
-        if size == 1:
-            continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
-        else:
-            found.append((size, stride))
-    return tuple(found)
 
 
 def _text(every: Sequence[Digit]) -> str:

@@ -183,7 +183,7 @@ class Sharding(providers.Pictured):
         >>> Mesh("cp=2 tp=2").sharding("s@(cp tp)").local_shape((5,), rank=0)
         (2,)
         """
-        parts = self._parts(shape, self.mesh._position(rank))
+        parts = self._parts(checked_shape(shape), self.mesh._position(rank))
         return tuple([math.prod([stop - start for start, stop in each]) for _, each in parts])
 
     def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
@@ -195,7 +195,7 @@ class Sharding(providers.Pictured):
         >>> Mesh("tp=2").sharding("(three heads@tp)", three=3).local_indices((12,), rank=1)
         ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)),)
         """
-        held = self._tile_at(shape, self.mesh._position(rank))
+        held = self._tile_at(checked_shape(shape), self.mesh._position(rank))
         return tuple(slice(*runs[0]) if len(runs) == 1 else tuple(slice(*run) for run in runs) for runs in held)
 
     def tile(self, shape: Sequence[int], rank: int) -> Tile | None:
@@ -205,8 +205,8 @@ class Sharding(providers.Pictured):
         >>> Mesh("tp=2").sharding("(three heads@tp) d", three=3).tile((12, 5), 1)
         (((2, 4), (6, 8), (10, 12)), ((0, 5),))
         """
-        position = self.mesh.universe.position(checked_rank("a rank", rank))
-        return None if position is None else self._tile_at(shape, position)
+        position = self.universe.position(checked_rank("a rank", rank))
+        return None if position is None else self._tile_at(checked_shape(shape), position)
 
     def largest_tile(self, shape: Sequence[int]) -> int:
         """Elements of the largest tile, in closed form."""
@@ -235,12 +235,7 @@ class Sharding(providers.Pictured):
         Raises `ShardingError` for another number of dims, `SizeError` where factors don't follow or
         don't divide.
         """
-        whole = checked_shape(shape)
-        if len(whole) != self.ndim:
-            raise ShardingError(
-                f"the spec '{self}' has {self.ndim} dims, the tensor {len(whole)}: {shown(list(whole))}"
-            )
-        return tuple(zip(whole)) if self.is_plain else tuple([_sizes(self, dim, whole) for dim in range(self.ndim)])
+        return self._extents(checked_shape(shape))
 
     def is_equivalent(self, other: Sharding, shape: Sequence[int] | None = None) -> bool:
         """Whether both put the same data on the same ranks, whatever the names.
@@ -257,13 +252,11 @@ class Sharding(providers.Pictured):
         shape = None if shape is None else checked_shape(shape)
         if not isinstance(other, Sharding):
             raise ShardingError(f"is_equivalent takes an axes.Sharding; found {shown(other)}")
-        if self.mesh.universe != other.mesh.universe or self.ndim != other.ndim:
-            return False
-        if not _same_pending(self, other):
+        if self.universe != other.universe or self.ndim != other.ndim or not _same_pending(self, other):
             return False
         if shape is None:
             return all(map(_same_even_cuts, self.dims, other.dims))
-        self.extents(shape), other.extents(shape)  # refuse what doesn't fit
+        self._extents(shape), other._extents(shape)  # refuse what doesn't fit
         return all(itertools.starmap(same_cuts, zip(self.dims, other.dims, shape, strict=True)))
 
     @property
@@ -302,7 +295,7 @@ class Sharding(providers.Pictured):
         whole = checked_shape(shape)
         if self.is_plain or max(map(len, self.dims)) == 1:
             return self
-        self.extents(whole)  # refuses what doesn't fit
+        self._extents(whole)  # refuses what doesn't fit
         pairs = zip(self.dims, whole, strict=True)
         return replace(self, dims=tuple([Slots(sized(*each)) if len(each[0]) > 1 else each[0] for each in pairs]))
 
@@ -353,12 +346,20 @@ class Sharding(providers.Pictured):
 
     # inside
 
-    def _parts(self, shape: Sequence[int], position: int) -> list[tuple[Shape, Runs]]:
+    def _extents(self, shape: Shape) -> tuple[Shape, ...]:
+        """`extents` of a shape that has been checked."""
+        if len(shape) != self.ndim:
+            raise ShardingError(
+                f"the spec '{self}' has {self.ndim} dims, the tensor {len(shape)}: {shown(list(shape))}"
+            )
+        return tuple(zip(shape)) if self.is_plain else tuple([_sizes(self, dim, shape) for dim in range(self.ndim)])
+
+    def _parts(self, shape: Shape, position: int) -> list[tuple[Shape, Runs]]:
         """For each dim the sizes of its factors, and the part of each factor that a position has."""
-        pairs = zip(self.dims, self.extents(shape), strict=True)
+        pairs = zip(self.dims, self._extents(shape), strict=True)
         return [(sizes, tuple(map(_interval, slots, sizes, itertools.repeat(position)))) for slots, sizes in pairs]
 
-    def _tile_at(self, shape: Sequence[int], position: int) -> Tile:
+    def _tile_at(self, shape: Shape, position: int) -> Tile:
         parts = self._parts(shape, position)
         return tuple([each if len(each) == 1 else factor_runs(extents, each) for extents, each in parts])
 
@@ -391,10 +392,10 @@ def _check_axes(sharding: Sharding) -> None:
     raise ShardingError(f"axes of one sharding are digits of the same factorization; {found} have no common digits")
 
 
-def check_apart(places: Iterable[tuple[str, str, Layout, Span]], text: str = "") -> None:
+def check_apart(places: Iterable[tuple[object, str, Layout, Span]], text: str = "") -> None:
     """Refuse an axis in two places of a tensor, or two that share ranks.
 
-    Each place has its text, the name and the layout of the axis, and where that is in the whole `text`.
+    Each place is `(the dim or reduction, the name and the layout of the axis, where that is in the whole text)`.
     """
     for (there, other, one, _), (where, name, two, span) in itertools.combinations(places, 2):
         if name == other or one.overlaps(two):
@@ -450,9 +451,9 @@ def _fewer(mesh: Mesh, slot: Slot, size: int, name: str) -> str:
 def _same_pending(one: Sharding, two: Sharding) -> bool:
     """The same reductions over the same digits; order matters only between reductions that don't commute."""
     ends = one.pending, two.pending
-    found = common_digits([layout for end in ends for _, layout in end])
-    if found is None:
-        return False
+    found = {} if ends[0] == ends[1] else common_digits([layout for end in ends for _, layout in end])
+    if not found:
+        return found is not None
     mine, theirs = ([(op, digit) for op, layout in end for digit in found[layout]] for end in ends)
     return list(map(set, classes(mine))) == list(map(set, classes(theirs)))
 

@@ -232,7 +232,7 @@ def _in_atoms(spec: Spec, dots: Sequence[str]) -> tuple[Dim, ...]:
     found: list[Dim] = []
     for dim in spec.dims:
         factors = [replace(factor, name=atom, size=None) for factor in dim.factors for atom in _atoms(factor, dots)]
-        if has_dots(dim) and not dim.grouped:
+        if dim.factors and dim.factors[0].name == "..." and not dim.grouped:
             found.extend([replace(dim, factors=(factor,)) for factor in factors])
         else:
             found.append(_alone(dim, factors))
@@ -259,15 +259,15 @@ def _check_names(reading: Reading) -> None:
     left = {atom: term for term in reading.operands for atom in term.atoms}
     right = {*result.atoms}
     for atom, term in left.items():
-        span = reading.span_of(atom, (term,))
         if is_number(atom) and kind != "reduce":
-            reading.fail(f"{kind} takes no number but 1 on the left; write a name with a size", span)
+            message = f"{kind} takes no number but 1 on the left; write a name with a size"
+            reading.fail(message, reading.span_of(atom, (term,)))
         if atom not in right and kind in ("rearrange", "repeat"):
             verb = "keeps" if kind == "rearrange" else "adds to"
             message = (
                 f"{shortened(atom_text(atom))} stands on the left only; {kind} {verb} what is there, reduce drops names"
             )
-            reading.fail(message + _near(atom, right), span)
+            reading.fail(message + _near(atom, right), reading.span_of(atom, (term,)))
     for atom in [] if kind == "repeat" else [atom for atom in result.atoms if atom not in left]:
         span = reading.span_of(atom, (result,))
         if is_number(atom):
