@@ -42,9 +42,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import takewhile
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from axes.algebra.chunks import largest_chunk, smallest_chunk
@@ -97,7 +99,8 @@ class Space(NamedTuple):
         return node_size(self.origin.universe, (digit,), self.ranks_per_node) == digit[0]
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class State:
     """How a tensor is sharded, in digits.
 
     splits: for each slot its atoms. free: the digits of the mesh over which the tensor is replicated. pending: classes.
@@ -111,27 +114,37 @@ class State(NamedTuple):
     def split(self, splits: Splits) -> State:
         """The state split so, with the digits that it takes for that no longer free."""
         taken = set(digits_of(splits))
-        return self._replace(splits=splits, free=tuple([digit for digit in self.free if digit not in taken]))
+        return replace(self, splits=splits, free=tuple([digit for digit in self.free if digit not in taken]))
 
     def resolved(self, done: Sequence[Digit]) -> State:
         """The state with these digits no longer pending but free."""
         pending = [tuple([item for item in group if item[1] not in done]) for group in self.pending]
-        return self._replace(free=descending((*self.free, *done)), pending=tuple(filter(None, pending)))
+        return replace(self, free=descending((*self.free, *done)), pending=tuple(filter(None, pending)))
 
-    @property
+    @cached_property
     def universe(self) -> Universe:
         """The ranks, in order."""
         return self.space.origin.universe
 
-    @property
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Into how many pieces each slot is split."""
+        return tuple(map(_pieces, self.splits))
+
+    @cached_property
+    def tile(self) -> Shape:
+        """The shape of the largest tile."""
+        return tuple(map(_largest, self.space.sizes, self.splits))
+
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest tile."""
-        return math.prod(map(_largest, self.space.sizes, self.splits))
+        return math.prod(self.tile)
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether all tiles are equally large."""
-        return not any(map(operator.mod, self.space.sizes, map(_pieces, self.splits)))
+        return not any(map(operator.mod, self.space.sizes, self.pieces))
 
     @property
     def sharding(self) -> Sharding:
@@ -154,15 +167,14 @@ def is_flat(fine: State, coarse: State) -> bool:
     differing = [at for at, (one, two) in enumerate(zip(fine.splits, coarse.splits, strict=True)) if one != two]
     if len(differing) != 1 or not fine.is_even:
         return False
-    return math.prod(map(_largest, fine.space.sizes[: differing[0]], coarse.splits)) == 1
+    return math.prod(coarse.tile[: differing[0]]) == 1
 
 
 def is_permutation(source: State, target: State) -> bool:
     """Whether every tile of the target is one whole tile of the source."""
-    return all(
-        _pieces(mine) == _pieces(theirs)
-        and (source.space.divides(at, source.splits) or [*map(size_of, mine)] == [*map(size_of, theirs)])
-        for at, (mine, theirs) in enumerate(zip(source.splits, target.splits, strict=True))
+    slots = zip(source.space.sizes, source.pieces, source.splits, target.splits, strict=True)
+    return source.pieces == target.pieces and all(
+        size % pieces == 0 or [*map(size_of, mine)] == [*map(size_of, theirs)] for size, pieces, mine, theirs in slots
     )
 
 
@@ -173,11 +185,11 @@ def overlap(source: State, target: State) -> int:
     they part ways, some rank's pieces don't meet.
     """
     shared = 1
-    for size, one, two in zip(source.space.sizes, source.splits, target.splits, strict=True):
+    for size, one, two, wanted in zip(source.space.sizes, source.splits, target.splits, target.tile, strict=True):
         if two[: len(one)] == one:
-            shared *= _largest(size, two)
+            shared *= wanted
         elif one[: len(two)] == two:
-            shared *= _smallest(size, one)
+            shared *= smallest_chunk(size, map(size_of, one))
         else:
             return 0
     return shared
@@ -185,11 +197,8 @@ def overlap(source: State, target: State) -> int:
 
 def padded(*sides: State) -> int:
     """What a buffer may hold: the largest of these tiles, dims counted as what their splits pad them to."""
-    tiles = [1] * len(sides)
-    for size, *slots in zip(sides[0].space.sizes, *[side.splits for side in sides], strict=True):
-        whole = max(size, *[_largest(size, atoms) * _pieces(atoms) for atoms in slots])
-        tiles = [tile * -(-whole // _pieces(atoms)) for tile, atoms in zip(tiles, slots, strict=True)]
-    return max(tiles)
+    wholes = list(map(max, zip(*[map(operator.mul, side.tile, side.pieces) for side in sides], strict=True)))
+    return max([math.prod([-(-n // pieces) for n, pieces in zip(wholes, side.pieces, strict=True)]) for side in sides])
 
 
 # --- from shardings -------------------------------------------------------------------------------
@@ -202,7 +211,7 @@ def common(source: Sharding, target: Sharding, shape: Shape, ranks_per_node: int
     Digits are cut at the size of a node where that leaves whole digits, so that each is within a node or across nodes.
     """
     factors, *ends = opened(source, target, shape)
-    if any(len(dim) > 1 for end in ends for dim in end.dims):
+    if max(map(len, chain(*[end.dims for end in ends])), default=1) > 1:
         return None
     space = Space(source, factors, tuple([size for sizes in factors for size in sizes]), ranks_per_node)
     layouts = [source.mesh.extent, target.mesh.extent, *ends[0].used, *ends[1].used]
@@ -233,8 +242,9 @@ def opened(source: Sharding, target: Sharding, shape: Shape) -> tuple[Factors, S
     factors: list[tuple[int, ...]] = []
     ends: tuple[list[Slots], list[Slots]] = ([], [])
     for size, *pair in zip(shape, source.dims, target.dims, strict=True):
-        sizes = next((sizes_of(dim) for dim in pair if len(dim) > 1), (size,))
-        found = [_factored(dim, sizes) for dim in pair] if len(sizes) > 1 else []
+        groups = [dim for dim in pair if len(dim) > 1]
+        sizes = sizes_of(groups[0]) if groups else (size,)
+        found = [_factored(dim, sizes) for dim in pair] if groups else []
         both = [dim for dim in found if dim is not None]
         if len(both) < 2:
             sizes, both = (size,), pair
@@ -294,19 +304,15 @@ def descending(found: Iterable[Digit]) -> tuple[Digit, ...]:
 
 def size_of(found: Iterable[Digit]) -> int:
     """How many coordinates some digits have together."""
-    return math.prod([size for size, _ in found])
+    return math.prod(map(itemgetter(0), found))
 
 
 def _pieces(atoms: tuple[Atom, ...]) -> int:
-    return math.prod([size for atom in atoms for size, _ in atom])
+    return size_of(chain(*atoms))
 
 
 def _largest(size: int, atoms: tuple[Atom, ...]) -> int:
     return largest_chunk(size, map(size_of, atoms))
-
-
-def _smallest(size: int, atoms: tuple[Atom, ...]) -> int:
-    return smallest_chunk(size, map(size_of, atoms))
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -420,7 +426,7 @@ def _towards(source: Splits, target: Splits, pool: Iterable[Digit]) -> tuple[Spl
     """Extend each slot by the atoms that the target has next, from the digits of `pool`; also what is left of it."""
     left, found = dict.fromkeys(pool), []
     for now, two in zip(source, target, strict=True):
-        while two[: len(now)] == now != two and all(digit in left for digit in two[len(now)]):
+        while two[: len(now)] == now != two and left.keys() >= {*two[len(now)]}:
             for digit in two[len(now)]:
                 del left[digit]
             now = two[: len(now) + 1]
@@ -484,8 +490,10 @@ def _changed(source: State, target: State) -> tuple[Digit, ...]:
     """
     found: dict[Digit, None] = {}
     for at, (one, two) in enumerate(zip(source.splits, target.splits, strict=True)):
-        same = sum([1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))])
-        alone = source.free if same == len(one) and source.space.divides(at, target.splits) else ()
+        same = 0
+        while one[same : same + 1] == two[same : same + 1] != ():
+            same += 1
+        alone = source.free if same == len(one) and source.space.sizes[at] % target.pieces[at] == 0 else ()
         after = digits_of((one[same:], two[same:]))
         found.update(dict.fromkeys([digit for digit in after if digit not in alone]))
     return tuple(found)
