@@ -55,8 +55,7 @@ class Explanation(providers.Pictured):
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def json(self) -> dict[str, Any]:
         """The facts as data that `json.dumps` takes; `"schema"` is the version of their form.

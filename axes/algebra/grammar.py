@@ -146,12 +146,23 @@ class Pending:
         return self.op if self.place is None else f"{self.op}@{self.place}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spec:
     """A tensor: its dims, and what is pending (None where there is no `|`)."""
 
     dims: tuple[Dim, ...]
     pending: tuple[Pending, ...] | None = None
+
+    @functools.cached_property
+    def places(self) -> list[tuple[Dim | Pending, Place]]:
+        """What stands right of an `@`, behind the dim or pending reduction in which it stands."""
+        found = [(dim, place) for dim in self.dims for place in dim_places(dim)]
+        return found + [(each, each.place) for each in self.pending or () if each.place is not None]
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes that it names."""
+        return [name for _, place in self.places for name in place.names if name != "*"]
 
     def __str__(self) -> str:
         text = " ".join(map(str, self.dims))
@@ -265,7 +276,7 @@ class _Parser:
 
     def __init__(self, text: str, tensors: bool = False, blocks: bool = False):
         self.text, self.tokens, self.at = text, _tokens(text), 0
-        self.token = self.tokens[0]
+        self.token, self.kinds = self.tokens[0], [token.kind for token in self.tokens]
         self.tensors, self.blocks = tensors, blocks
         self.outside = "a dim name, a number, '_', '...' or '('" if tensors else "an axis name, '(' or '...'"
         self.inside = "a dim name, a number or '...' in the group" if tensors else "an axis name in the group"
@@ -275,7 +286,7 @@ class _Parser:
 
     def ahead(self, *kinds: str) -> bool:
         """Whether the next tokens have these kinds."""
-        return tuple([token.kind for token in self.tokens[self.at : self.at + len(kinds)]]) == kinds
+        return self.kinds[self.at : self.at + len(kinds)] == [*kinds]
 
     def skip(self, count: int = 1) -> _Token:
         """Go on by so many tokens, and return the last of them; behind the end there is the end."""
@@ -288,7 +299,7 @@ class _Parser:
         return self.skip() if self.token.kind == kind else None
 
     def need(self, kind: str, expected: str) -> _Token:
-        return self.take(kind) or self.fail(expected)
+        return self.skip() if self.token.kind == kind else self.fail(expected)
 
     def fail(self, expected: str) -> NoReturn:
         found = "the end" if self.token.kind == "end" else shortened(self.token.text)
@@ -339,8 +350,8 @@ class _Parser:
         token, size = self.token, None
         name: str | None = token.text
         bare = ("dots", "_") if self.tensors and not in_group else ("dots",) if self.tensors or not in_group else ()
-        if self.tensors and self.take("int"):
-            name, size = None, self.integer(token)
+        if self.tensors and token.kind == "int":
+            name, size = None, self.integer(self.skip())
         elif token.kind in bare:
             self.skip()
         else:
@@ -576,19 +587,6 @@ def dim_places(dim: Dim) -> list[Place]:
 def axes_of_dim(dim: Dim) -> list[str]:
     """The axes that a dim names."""
     return [name for place in dim_places(dim) for name in place.names if name != "*"]
-
-
-def places_of(tree: Spec) -> list[tuple[Dim | Pending, Place]]:
-    """What stands right of an `@` in a spec, behind the dim or pending reduction in which it stands."""
-    every = list[tuple[Dim | Pending, Place | None]]()
-    every += [(dim, place) for dim in tree.dims for place in (dim.place, *[factor.place for factor in dim.factors])]
-    every += [(each, each.place) for each in tree.pending or ()]
-    return [(where, place) for where, place in every if place is not None]
-
-
-def axes_of(tree: Spec) -> list[str]:
-    """The axes that a spec names."""
-    return [name for _, place in places_of(tree) for name in place.names if name != "*"]
 
 
 def items_of(factors: Iterable[Factor]) -> tuple[Item, ...]:

@@ -30,7 +30,6 @@ from axes.algebra.grammar import (
     Dim,
     Place,
     Spec,
-    axes_of,
     checked_spec,
     items_of,
     leaves,
@@ -197,7 +196,7 @@ def _choices(
     factors = [factor for dim in tree.dims if dim.place is None for factor in dim.factors]
     logical = [f.name for f in factors if f.place is None and f.name not in (None, "_", EVERYTHING)]
     extents = _extents(tree, spec, shape, dict(sizes))
-    used = [(name, mesh.layout(name)) for name in axes_of(tree)]
+    used = [(name, mesh.layout(name)) for name in tree.axes]
     found = {str(name): Choice(str(name), extents.get(str(name))) for name in logical}
     for rule in rules.rules:
         _check_axes(rule, mesh)

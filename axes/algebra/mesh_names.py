@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from axes.algebra.errors import ExpressionError, MeshError, SizeError, naming, pointed, shortened, shown, suggestion
 from axes.algebra.explanation import Explanation, Section
@@ -218,11 +218,11 @@ def _without_dots(tree: MeshExpression, names: Sequence[str]) -> tuple[Dims, Dim
     """Both sides with `...` as the axes that it stands for; the left one has an entry for each axis of the mesh."""
     dots = [dim for dim in (*tree.left, *tree.right) if has_dots(dim)]
     if len(dots) == 1:
-        _wrong(tree, "'...' stands on both sides, or on none", dots[0].span)
+        raise ExpressionError("'...' stands on both sides, or on none", tree.text, *dots[0].span)
     count = len(tree.left) - bool(dots)
     if count > len(names) or (count < len(names) and not dots):
         found = f"the mesh has {len(names)} axes ({' '.join(names)}), the left side describes {count}"
-        _wrong(tree, found, (0, max(1, tree.text.find("->"))))
+        raise ExpressionError(found, tree.text, 0, max(1, tree.text.find("->")))
     first = tree.left.index(dots[0]) if dots else 0
     hidden = [Dim((Factor(name),)) for name in names[first : first + len(names) - count]]
     left, right = (without_dots(side, hidden) for side in (tree.left, tree.right))
@@ -230,7 +230,8 @@ def _without_dots(tree: MeshExpression, names: Sequence[str]) -> tuple[Dims, Dim
         said = str(dim.factors[0].name)
         if not dim.grouped and said != name:
             hint = suggestion(said, names) if said not in names else ""
-            _wrong(tree, f"the axis in this place is '{name}', not {shortened(said)}{hint}", dim.span)
+            message = f"the axis in this place is '{name}', not {shortened(said)}{hint}"
+            raise ExpressionError(message, tree.text, *dim.span)
     return left, right
 
 
@@ -261,14 +262,14 @@ def _inserted(tree: MeshExpression, left: Dims, right: Dims, sizes: Mapping[str,
         if sizes.get(item.name) != 1:
             hint = suggestion(item.name, there) if item.name not in sizes else ""
             why = f"{shortened(item.name)} isn't on the left; a new axis has size one, like pp=1{hint}"
-            _wrong(tree, why, item.span)
+            raise ExpressionError(why, tree.text, *item.span)
     missing = there.keys() - {item.name for item in leaves(right)}
     if missing:
         start = tree.text.find("->")
         keep = ", ".join(f'"{name}"' for name in sorted(there.keys() - missing))
         names = " and ".join(f"'{name}'" for name in there if name in missing)
         message = f"{names} must be on the right, too; for a sub-mesh write mesh[{keep or '...'}]"
-        _wrong(tree, message, (start, start + 2))
+        raise ExpressionError(message, tree.text, start, start + 2)
     return fresh
 
 
@@ -282,7 +283,3 @@ def _label(dim: Dim) -> str:
 
 def _sized(dim: Dim, sizes: Mapping[str, int]) -> Dim:
     return replace(dim, factors=tuple([Factor(name, sizes.get(name, 1)) for name in _names(dim)]))
-
-
-def _wrong(tree: MeshExpression, message: str, span: tuple[int, int]) -> NoReturn:
-    raise ExpressionError(message, tree.text, *span)

@@ -59,11 +59,12 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     """
     mesh = sharding.mesh
     found = {name: PlacementSpec() for name in mesh.axis_names}
-    written = [(op, name) for op, layouts in pending_runs(sharding.pending) for name in _in_any_order(mesh, layouts)]
+    runs = pending_runs(sharding.pending)
+    written = [(op, name) for op, layouts in runs for name in _whole(mesh, layouts, mesh.made_of(layouts))]
     found.update({name: PlacementSpec(op=op) for op, name in written})
     _check_order_of_pending(sharding, written)
     strided: dict[str, str] = {}
-    for index in range(sharding.ndim):
+    for index in [at for at, dim in enumerate(sharding.dims) if dim.layouts]:
         ends = cuts(_in_axes(sharding, index), 0)
         order = sorted(range(len(ends)), key=lambda at: mesh.layouts.index(ends[at][1]))
         for number, at in enumerate(order):
@@ -119,16 +120,15 @@ def _in_axes(sharding: Sharding, dim: int) -> Slots:
 
 
 def _in_order(mesh: Mesh, layouts: Sequence[Layout]) -> list[str]:
-    """A product of layouts as axes of the mesh itself; `ShardingError` where it cuts one."""
     return _whole(mesh, layouts, mesh.factored(Layout.product(*layouts)))
 
 
-def _in_any_order(mesh: Mesh, layouts: Sequence[Layout]) -> list[str]:
-    """The same where the order means nothing, so that pieces of an axis may stand apart."""
-    return _whole(mesh, layouts, mesh.made_of(layouts))
-
-
 def _whole(mesh: Mesh, layouts: Sequence[Layout], found: list[str] | None) -> list[str]:
+    """The axes of the mesh that were `found` for a product of layouts; `ShardingError` where it cuts one.
+
+    They are in its order (`Mesh.factored`). Where the order means nothing, pieces of an axis may stand apart
+    (`Mesh.made_of`).
+    """
     if found is None:
         raise ShardingError(
             f"'{' '.join(map(mesh.called, layouts))}' isn't a product of whole axes of {mesh!r}, so DTensor can't "
@@ -142,7 +142,7 @@ def check_axes_are_whole(sharding: Sharding) -> None:
     for slot in [slot for dim in sharding.dims for slot in dim]:
         _in_order(sharding.mesh, slot.layouts)
     for _, layouts in pending_runs(sharding.pending):
-        _in_any_order(sharding.mesh, layouts)
+        _whole(sharding.mesh, layouts, sharding.mesh.made_of(layouts))
 
 
 def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:

@@ -62,6 +62,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import attrgetter
 
 from axes.algebra import providers
 from axes.algebra.chunks import regions, volume
@@ -144,7 +145,8 @@ class Step:
 
     def takes_part(self, rank: int) -> bool:
         """Whether a rank does anything in this step."""
-        return any(end.universe.position(rank) is not None for end in (self.source, self.target))
+        one, two = self.source.universe, self.target.universe
+        return one.position(rank) is not None or two.position(rank) is not None
 
     @cached_property
     def is_even(self) -> bool:
@@ -276,7 +278,7 @@ class Plan(providers.Pictured):
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits that ranks can compare: what is done to what, without names or views."""
-        ends = [_without_names(end) for end in (self.source, self.target)]
+        ends = [(end.universe, end.mesh.extent, end.dims, end.pending) for end in (self.source, self.target)]
         done = [(stage.kind, stage.group, stage.op, stage.divisor, stage.target.splits) for stage in self.stages]
         return hashlib.sha256(repr((ends, self.shape, self.dtype, done)).encode()).hexdigest()[:16]
 
@@ -305,8 +307,7 @@ class Plan(providers.Pictured):
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join((title, *(f"  {text}" for text in lines)))
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _bytes(self, elements: int | Fraction, size: int) -> int:
         return -(-elements * size // self.elements) * itemsize_of(self.dtype)
@@ -414,14 +415,9 @@ def cuts_of(*stages: Sharding) -> Shape:
     """
 
     def cut(*dims: Slots) -> int:
-        return 0 if False in [dim.is_plain for dim in dims] else math.lcm(*[dim.pieces for dim in dims])
+        return math.lcm(*map(attrgetter("pieces"), dims)) if all(map(attrgetter("is_plain"), dims)) else 0
 
     return tuple(map(cut, *[stage.dims for stage in stages]))
-
-
-def _without_names(end: Sharding) -> tuple[object, ...]:
-    """What a sharding says, for ranks to compare."""
-    return end.universe, end.mesh.extent, end.dims, end.pending
 
 
 @lru_cache(maxsize=4096)
@@ -517,6 +513,7 @@ def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:
             raise _impossible(source, target, f"{dtype} has no order, so no {op}")
 
 
+@lru_cache(maxsize=64)
 def itemsize_of(dtype: str) -> int:
     """Bytes of one element; `ShardingError` for a dtype that isn't known."""
     name = dtype.removeprefix("torch.")

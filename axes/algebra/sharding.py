@@ -227,7 +227,8 @@ class Sharding(providers.Pictured):
     @functools.cached_property
     def used(self) -> tuple[Layout, ...]:
         """Every layout that splits a dim or is pending."""
-        return (*[layout for dim in self.dims for layout in dim.layouts], *[layout for _, layout in self.pending])
+        splits = map(operator.attrgetter("layouts"), self.dims)
+        return (*itertools.chain.from_iterable(splits), *map(operator.itemgetter(1), self.pending))
 
     def extents(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Per dim the sizes of its factors, solved from the tensor's shape.
@@ -366,7 +367,7 @@ class Sharding(providers.Pictured):
 
 def _interval(slot: Slot, size: int, position: int) -> tuple[int, int]:
     """The part of a factor that a position has: `torch.chunk` by its layouts."""
-    return nested_chunk(size, [(layout.size, layout.coordinate(position)) for layout in slot.layouts])
+    return nested_chunk(size, [(each.size, each.coordinate(position)) for each in slot.layouts] if slot.layouts else ())
 
 
 def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:
@@ -524,7 +525,7 @@ def same_cuts(mine: Slots, theirs: Slots, extent: int) -> bool:
     even = [len(slots) > 1 or extent % slots.pieces == 0 for slots in (mine, theirs)]
     if any(even):
         # Equal pieces are never the same as unequal ones.
-        return all(even) and _canonical(mine, extent) == _canonical(theirs, extent)
+        return all(even) and mine.pieces == theirs.pieces and _canonical(mine, extent) == _canonical(theirs, extent)
     found = common_digits([*mine.layouts, *theirs.layouts])
     if found is None:
         return False

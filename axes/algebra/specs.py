@@ -99,7 +99,7 @@ def read_sharding(
 
 def check_once(mesh: Mesh, text: str, tree: grammar.Spec) -> None:
     """Refuse axes that stand twice in a tensor or share ranks, by the names that the text has, whatever their size."""
-    places = [(where, name, place.span) for where, place in grammar.places_of(tree) for name in place.names]
+    places = [(where, name, place.span) for where, place in tree.places for name in place.names]
     check_apart([(where, name, mesh.layout(name), span) for where, name, span in places if name != "*"], text)
 
 
@@ -135,7 +135,7 @@ def retargeted(
 def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: tuple[tuple[str, Any], ...]) -> Sharding:
     """The sharding on `mesh` that a spec means for a tensor of this sharding and any sizes."""
     if mesh.universe == source.mesh.universe:
-        mesh = mesh._knowing(where, grammar.axes_of(parse_spec(spec)))
+        mesh = mesh._knowing(where, parse_spec(spec).axes)
     return read_sharding(mesh, spec, sizes, source.ndim, source)[0]
 
 

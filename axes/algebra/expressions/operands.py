@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from axes.algebra.errors import ShardingError, SizeError
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError
 from axes.algebra.expressions.reading import Reading, Term, atom_text, group_text, is_number
-from axes.algebra.expressions.recipe import Shardings, sharding_by_atoms, singles
+from axes.algebra.expressions.recipe import Shardings, singles
 from axes.algebra.grammar import Dim, Factor, Place, axes_of_dim
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
@@ -100,7 +100,7 @@ class Operands:
         if actual is None:
             tensor = self._declared(term)
         else:
-            tensor = sharding_by_atoms(self.mesh, term.groups, actual.dims, actual.pending)
+            tensor = Sharding(self.mesh, actual.dims, actual.pending, term.groups)
         splits, extents = list[Slots](), self.whole(term.groups)
         for dim, group, has, extent in zip(term.dims, term.groups, tensor.dims, extents, strict=True):
             given = None if extent else self._of_nothing(dim, group)
@@ -119,7 +119,7 @@ class Operands:
 
     def _split(self, term: Term, tensor: Sharding, splits: Iterable[Slots]) -> Shardings:
         """An operand whose atoms are split so."""
-        elementary = sharding_by_atoms(self.mesh, singles(term.atoms), splits, tensor.pending)
+        elementary = Sharding(self.mesh, tuple(splits), tensor.pending, singles(term.atoms))
         return Shardings(term.groups, tensor, elementary, elementary)
 
     def _of_nothing(self, dim: Dim, group: Sequence[str]) -> list[Slots] | None:
@@ -137,22 +137,24 @@ class Operands:
             # What isn't declared isn't known. A rank alone has all of it.
             is_open = factor.place is not None and "*" in factor.place.names
             if is_open and factor.name not in self.reading.result.atoms and self.mesh.size > 1:
-                self.reading.fail(
+                raise ExpressionError(
                     f"a plain tensor doesn't say what splits '{factor.name}', over which the sum would be resolved; "
                     "write its axes in place of '*'",
-                    factor.span,
+                    self.reading.text,
+                    *factor.span,
                 )
         dims = [
             self.named(dim.place) if dim.place else self.joined(group, [self.named(f.place) for f in dim.factors])
             for dim, group in zip(term.dims, term.groups, strict=True)
         ]
-        return sharding_by_atoms(self.mesh, term.groups, dims, self.declared_pending(term))
+        return Sharding(self.mesh, tuple(dims), self.declared_pending(term), term.groups)
 
     def declared_pending(self, term: Term) -> Pending:
         """What a term says is pending, and over which axes its gradient is the same."""
         entries = [(p, p.place.names) for p in term.spec.pending or () if p.place]
         for p in [p for p, _ in entries if p.op == "same" and self.is_global]:
-            self.reading.fail("'same' is about gradients of plain tensors; a DTensor has none", p.span)
+            message = "'same' is about gradients of plain tensors; a DTensor has none"
+            raise ExpressionError(message, self.reading.text, *p.span)
         return tuple((p.op, layout) for p, names in entries for layout in self.mesh.splits(names))
 
     def _written(self, factor: Factor, behind: Place | None, has: Slots) -> Slots:
@@ -172,7 +174,8 @@ class Operands:
             star = self.mesh.parts(Layout.of(rest))
         beside, _ = self.stars.setdefault(atom, ((front, back), star))
         if beside != (front, back):
-            self.reading.fail(f"'*' of '{atom}' is beside other axes in another operand", factor.span)
+            message = f"'*' of '{atom}' is beside other axes in another operand"
+            raise ExpressionError(message, self.reading.text, *factor.span)
         return split(*front, *star, *back) if front or back else has
 
     def _is_pending_as_written(self, term: Term, pending: Pending) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from axes.algebra.errors import ExpressionError, SizeError, shortened, suggestion
 from axes.algebra.grammar import (
@@ -26,7 +25,6 @@ from axes.algebra.grammar import (
     Place,
     Span,
     Spec,
-    axes_of,
     check_different,
     has_dots,
     leaves,
@@ -116,7 +114,7 @@ class Reading:
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis that is named anywhere."""
-        return tuple(dict.fromkeys([axis for term in self.terms for axis in axes_of(term.spec)]))
+        return tuple(dict.fromkeys([axis for term in self.terms for axis in term.spec.axes]))
 
     def _places(self) -> list[tuple[str, Place | None]]:
         dims = [dim for term in self.terms for dim in term.dims]
@@ -126,10 +124,6 @@ class Reading:
         """Where an atom stands (in some tensors), for the caret of an error."""
         factors = [factor for term in terms or self.terms for factor in term.factors]
         return next((factor.span for factor in factors if factor.name == atom), (0, len(self.text)))
-
-    def fail(self, message: str, span: Span) -> NoReturn:
-        """Raises `ExpressionError` with a caret under `span`."""
-        raise ExpressionError(message, self.text, *span)
 
 
 def is_name(atom: str) -> bool:
@@ -191,7 +185,7 @@ def read(kind: str, text: str, ranks: tuple[int, ...]) -> Reading:
     _check_names(reading)
     for dim in [dim for term in reading.terms for dim in term.dims]:
         if dim.place is not None and "*" in dim.place.names:
-            reading.fail(f"write '*' at the name in {dim} that it is about", dim.span)
+            raise ExpressionError(f"write '*' at the name in {dim} that it is about", text, *dim.span)
     return reading
 
 
@@ -235,7 +229,7 @@ def _in_atoms(spec: Spec, dots: Sequence[str]) -> tuple[Dim, ...]:
         if dim.factors and dim.factors[0].name == "..." and not dim.grouped:
             found.extend([replace(dim, factors=(factor,)) for factor in factors])
         else:
-            found.append(_alone(dim, factors))
+            found.append(_alone(dim, factors) if dim.grouped else replace(dim, factors=tuple(factors)))
     return tuple(found)
 
 
@@ -261,20 +255,18 @@ def _check_names(reading: Reading) -> None:
     for atom, term in left.items():
         if is_number(atom) and kind != "reduce":
             message = f"{kind} takes no number but 1 on the left; write a name with a size"
-            reading.fail(message, reading.span_of(atom, (term,)))
+            raise ExpressionError(message, reading.text, *reading.span_of(atom, (term,)))
         if atom not in right and kind in ("rearrange", "repeat"):
             verb = "keeps" if kind == "rearrange" else "adds to"
             message = (
                 f"{shortened(atom_text(atom))} stands on the left only; {kind} {verb} what is there, reduce drops names"
             )
-            reading.fail(message + _near(atom, right), reading.span_of(atom, (term,)))
+            raise ExpressionError(message + _near(atom, right), reading.text, *reading.span_of(atom, (term,)))
     for atom in [] if kind == "repeat" else [atom for atom in result.atoms if atom not in left]:
-        span = reading.span_of(atom, (result,))
+        message = f"{shortened(atom_text(atom))} stands on the right only; repeat adds names{_near(atom, left)}"
         if is_number(atom):
-            reading.fail(f"{kind} takes no number but 1 on the right; repeat adds dims", span)
-        reading.fail(
-            f"{shortened(atom_text(atom))} stands on the right only; repeat adds names" + _near(atom, left), span
-        )
+            message = f"{kind} takes no number but 1 on the right; repeat adds dims"
+        raise ExpressionError(message, reading.text, *reading.span_of(atom, (result,)))
 
 
 def _near(atom: str, others: Iterable[str]) -> str:

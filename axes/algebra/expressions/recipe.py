@@ -45,13 +45,6 @@ def op_name(op: Op) -> str:
     return f"{op.__name__ if is_function else type(op).__name__}()"
 
 
-def sharding_by_atoms(
-    mesh: Mesh, groups: Groups, dims: Iterable[Slots], pending: Iterable[tuple[str, Layout]]
-) -> Sharding:
-    """The sharding of a tensor whose dims consist of these atoms, after which they are called."""
-    return Sharding(mesh, tuple(dims), tuple(pending), groups)
-
-
 def singles(atoms: Iterable[str]) -> Groups:
     """One dim for each atom."""
     return tuple([(atom,) for atom in atoms])

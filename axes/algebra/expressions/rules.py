@@ -22,11 +22,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from axes.algebra.errors import MeshError, ShardingError, SizeError, naming, pointed, unknown_axis
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, naming, pointed, unknown_axis
 from axes.algebra.expressions.operands import Operands, sizes_of_atoms
 from axes.algebra.expressions.reading import Reading, group_text, is_name, read
-from axes.algebra.expressions.recipe import Recipe, Shardings, sharding_by_atoms, singles
-from axes.algebra.grammar import Place, places_of
+from axes.algebra.expressions.recipe import Recipe, Shardings, singles
+from axes.algebra.grammar import Place
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -141,7 +141,7 @@ def _mesh_of_result(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding |
     meshes = list(dict.fromkeys(s.mesh for s in shardings if s is not None))
     for name in reading.axes:
         if name not in mesh.namespace and not any(name in m.namespace for m in meshes):
-            places = [place for term in reading.terms for _, place in places_of(term.spec) if name in place.names]
+            places = [place for term in reading.terms for _, place in term.spec.places if name in place.names]
             raise MeshError(f"{unknown_axis(name, mesh.namespace)}\n{pointed(reading.text, *places[0].span)}")
     if not meshes:
         return mesh
@@ -287,9 +287,8 @@ class _Result:
         if place.names == ("*",) and star == has.layouts:
             return has
         if "*" in place.names and len(has) > 1:
-            self.reading.fail(
-                f"'{atom}' is split by one of its factors; '*' has no place to add to", self.reading.span_of(atom)
-            )
+            message = f"'{atom}' is split by one of its factors; '*' has no place to add to"
+            raise ExpressionError(message, self.reading.text, *self.reading.span_of(atom))
         every = [star if axis == "*" else self.mesh.splits((axis,)) for axis in place.names]
         return split(*itertools.chain(*every))
 
@@ -330,7 +329,7 @@ class _Result:
             inputs = [replace(i, computed=self._by_atoms(i.atoms, has.splits, self._kept(i))) for i in has.operands]
             computed = self._by_atoms(result.atoms, has.splits, [*every, *arising])
         dims = [has.joined(group, [target[atom] for atom in group]) for group in result.groups]
-        tensor = sharding_by_atoms(self.mesh, result.groups, dims, pending)
+        tensor = Sharding(self.mesh, tuple(dims), tuple(pending), result.groups)
         if has.is_global:
             check_torch_can(tensor, has.whole(result.groups))
         multiplier = math.prod(layout.size for op, layout in arising if op == "mean")
@@ -349,4 +348,4 @@ class _Result:
     def _by_atoms(
         self, atoms: Sequence[str], splits: Mapping[str, Slots], pending: Iterable[tuple[str, Layout]]
     ) -> Sharding:
-        return sharding_by_atoms(self.mesh, singles(atoms), [splits[atom] for atom in atoms], pending)
+        return Sharding(self.mesh, tuple([splits[atom] for atom in atoms]), tuple(pending), singles(atoms))

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.expressions.recipe import Recipe, Shardings, sharding_by_atoms, singles
+from axes.algebra.expressions.recipe import Recipe, Shardings, singles
 from axes.algebra.layout import Layout
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import LINEAR, Sharding, Slots
+from axes.algebra.sharding import LINEAR, Pending, Sharding, Slots
 from axes.algebra.splits import Digits, handed_down, of_names, split
 
 
@@ -65,7 +65,7 @@ def required(operand: Sharding, arrived: Sharding, lazy: bool = True) -> Shardin
     """
     free = _Free([operand], [operand, arrived], lazy)
     dims, pending = free.kept(operand.dims, arrived.dims, arrived.pending)
-    return replace(operand, dims=tuple(dims), pending=tuple(pending))
+    return replace(operand, dims=dims, pending=pending)
 
 
 class _Free:
@@ -88,11 +88,11 @@ class _Free:
 
     def kept(
         self, dims: Iterable[Slots], arrived: Iterable[Slots], pending: Iterable[tuple[str, Layout]]
-    ) -> tuple[list[Slots], list[tuple[str, Layout]]]:
+    ) -> tuple[tuple[Slots, ...], Pending]:
         """Dims, and what is pending, with what may stay of what arrived."""
         linear = [entry for entry in pending if entry[0] in LINEAR]
         still = [(op, part) for op, layout in linear for part in self.digits.pick(layout, self.free)]
-        return list(map(self._extended, dims, arrived)), still
+        return tuple(map(self._extended, dims, arrived)), tuple(still)
 
 
 def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> Recipe:
@@ -111,9 +111,9 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
         found = handed_down(dim, [forward.size[atom] for atom in group])
         dims.append(split() if found is None else dim)
         landed += (found or [split() for _ in group])[: len(group)]
-    tensor = sharding_by_atoms(mesh, result.groups, dims, arrived.pending)
-    elementary = sharding_by_atoms(mesh, atoms, landed, arrived.pending)
-    taken = sharding_by_atoms(mesh, atoms, *free.kept(result.computed.dims, landed, arrived.pending))
+    tensor = Sharding(mesh, tuple(dims), arrived.pending, result.groups)
+    elementary = Sharding(mesh, tuple(landed), arrived.pending, atoms)
+    taken = Sharding(mesh, *free.kept(result.computed.dims, landed, arrived.pending), atoms)
     # Of a product with conj(x) the gradient is the conjugate of that of x.
     conjugate = operand.conjugate
     inputs = [Shardings(result.groups, tensor, elementary, taken, conjugate)]
@@ -122,7 +122,7 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     # The others as the forward took them, sliced where the cotangent stays split.
     for other in (i for at, i in enumerate(forward.inputs) if at != index):
         splits = [states.get(atom, had) for atom, had in zip(other.atoms, other.computed.dims, strict=True)]
-        sliced = sharding_by_atoms(mesh, singles(other.atoms), splits, other.computed.pending)
+        sliced = Sharding(mesh, tuple(splits), other.computed.pending, singles(other.atoms))
         inputs.append(replace(other, computed=sliced, conjugate=other.conjugate == conjugate))
 
     born = dict(zip(operand.atoms, operand.computed.dims, strict=True))
@@ -131,11 +131,11 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     entries += [("sum", layout) for atom, dim in states.items() if atom not in born for layout in dim.layouts]
     entries = list(dict.fromkeys(entries))
     own = singles(operand.atoms)
-    derived = sharding_by_atoms(mesh, own, [states[atom] for atom in operand.atoms], entries)
-    target = sharding_by_atoms(mesh, own, *final.kept(operand.elementary.dims, derived.dims, entries))
+    derived = Sharding(mesh, tuple([states[atom] for atom in operand.atoms]), tuple(entries), own)
+    target = Sharding(mesh, *final.kept(operand.elementary.dims, derived.dims, entries), own)
     rest = iter(target.dims)
     closed = [of_names([(next(rest), forward.size[atom]) for atom in group]) for group in operand.groups]
-    gradient = sharding_by_atoms(mesh, operand.groups, closed, target.pending)
+    gradient = Sharding(mesh, tuple(closed), target.pending, operand.groups)
     check_torch_can(gradient, forward.whole(operand.groups))
     result = Shardings(operand.groups, gradient, target, derived)
     text = f"gradient of  {forward.text}"

@@ -138,8 +138,8 @@ Line = list[tuple[int, int, int]]
 
 def _line(pieces: Pieces, numbers: Iterable[int]) -> Line:
     """The pieces of a dim with these numbers."""
-    every = [(stop, start, number) for number in {*numbers} for start, stop in pieces.runs[number]]
-    return sorted([run for run in every if run[0] > run[1]])
+    runs = [(stop, start, number) for number in {*numbers} for start, stop in pieces.runs[number] if stop > start]
+    return sorted(runs)
 
 
 def _meeting(line: Line, runs: Runs) -> list[int]:
@@ -308,7 +308,7 @@ def group_between(
     for end, layers in ((source, resolved), (target, Layout())):
         first = 0 if members is None else end.universe.position(rank)
         assert first is not None, "a group that steps through digits is of the ranks of both sides"
-        pieces = list(map(pieces_of, end.dims, end.extents(shape)))
+        pieces = list(map(pieces_of, end.dims, end._extents(shape)))
         sides.append(GroupSide(end.universe, pieces, members, first, layers))
     ranks = ranks_of_both(source.universe, target.universe) if members is None else source.universe.line(members, rank)
     return GroupExchange(sides[0], sides[1], tuple(ranks), ranks_per_node)
