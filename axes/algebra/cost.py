@@ -21,9 +21,9 @@ import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from axes.algebra.errors import MeshError, ShardingError, shown
+from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Universe
-from axes.algebra.sizes import whole_number
+from axes.algebra.sizes import checked_rank
 
 _NODE_AWARE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
@@ -50,7 +50,7 @@ class CostModel:
                 found == 0 and name != "latency_us"
             ):
                 raise ShardingError(f"CostModel.{name} is a positive number; found {shown(found)}")
-        checked_node("CostModel.ranks_per_node", self.ranks_per_node)
+        checked_rank("CostModel.ranks_per_node", self.ranks_per_node, 1)
 
     def time_us(self, kind: str, group_size: int, ranks_of_a_node: int, bytes_in: int, bytes_copied: int = 0) -> float:
         """Microseconds for one step; nothing for a step that only takes a view.
@@ -65,14 +65,6 @@ class CostModel:
             outside /= ranks_of_a_node
         seconds = (bytes_in - outside) / self.intra_node_gbps + outside / self.inter_node_gbps
         return self.latency_us + (seconds + bytes_copied / self.memory_gbps) / 1e3
-
-
-def checked_node(what: str, ranks_per_node: object) -> int:
-    """A number of ranks per node as a plain `int`; `MeshError`, which says what was given, for anything else."""
-    found = whole_number(ranks_per_node)
-    if found is None or found < 1:
-        raise MeshError(f"{what} is a whole number from 1; found {shown(ranks_per_node)}")
-    return found
 
 
 def node_size(universe: Universe, digits: Iterable[tuple[int, int]], ranks_per_node: int) -> int:

@@ -78,7 +78,7 @@ class Layout(tuple[Digit, ...]):
 
     @classmethod
     def _joined(cls, every: Iterable[Digit]) -> Layout:
-        """Digits of layouts as one layout."""
+        """The layout with these digits, which are digits of layouts: `of` checks them, too."""
         merged: list[Digit] = []
         for size, stride in every:
             if merged and merged[-1][1] == size * stride:
@@ -141,16 +141,16 @@ class Layout(tuple[Digit, ...]):
             total += digit * stride
         return total
 
-    def offsets(self) -> Sequence[int]:
-        """The offsets of all coordinates in order, lazily where they are evenly spaced.
+    def offsets(self, start: int = 0) -> Sequence[int]:
+        """The offsets of all coordinates in order, from `start` on, lazily where they are evenly spaced.
 
         >>> Layout((2,), (4,)).offsets()
         range(0, 8, 4)
         """
         if len(self) <= 1:
             size, stride = self[0] if self else (1, 1)
-            return range(0, size * stride, stride)
-        found = [0]
+            return range(start, start + size * stride, stride)
+        found = [start]
         for size, stride in self:
             found = [base + digit for base in found for digit in range(0, size * stride, stride)]
         return found
@@ -301,11 +301,7 @@ class Universe:
         position = self.position(rank)
         if position is None:
             raise MeshError(f"rank {rank} isn't among the {self.size} ranks of the mesh")
-        base = position - layout.offset(layout.coordinate(position))
-        offsets = layout.offsets()
-        if isinstance(offsets, range):
-            return self.pick(range(base + offsets.start, base + offsets.stop, offsets.step))
-        return self.pick([base + offset for offset in offsets])
+        return self.pick(layout.offsets(position - layout.offset(layout.coordinate(position))))
 
     @cached_property
     def _positions(self) -> Mapping[int, int]:

@@ -119,7 +119,8 @@ class Rules:
         have, and of strict rules `SizeError` for a dim that doesn't divide.
         """
         where, tree = required_mesh(mesh, "Rules.spec"), parse_spec(spec)
-        found = _choices(self, spec, where, _shape(shape), written_sizes(keywords, sizes))
+        whole = None if shape is None else checked_tensor_shape(shape)
+        found = _choices(self, spec, where, whole, written_sizes(keywords, sizes))
         wrong = next((each for each in found if each.error), None)
         if wrong is not None:
             name = wrong.name
@@ -147,7 +148,8 @@ class Rules:
     ) -> str:
         """For each logical name, a line: the rule that applies, and why those before it don't."""
         given, where = written_sizes(keywords, sizes), required_mesh(mesh, "Rules.explain")
-        found = _choices(self, checked_spec(spec), where, _shape(shape), given)
+        whole = None if shape is None else checked_tensor_shape(shape)
+        found = _choices(self, checked_spec(spec), where, whole, given)
         names = [each.name if each.size is None else f"{each.name}={each.size}" for each in found]
         places = ["error" if each.error else place_text(each.axes) if each.axes else "whole" for each in found]
         reasons = [each.error or (f"({'; '.join(each.passed)})" if each.passed else "") for each in found]
@@ -181,10 +183,6 @@ def _rule(pair: object) -> Rule:
     if len(set(names)) < len(names):
         raise ShardingError(f"the rule of {shortened(name)} has an axis twice: {shown(axes)}")
     return Rule(name, tuple(names))
-
-
-def _shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if shape is None else checked_tensor_shape(shape)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -31,7 +31,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from axes.algebra import providers
-from axes.algebra.cost import checked_node
 from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
 from axes.algebra.grammar import checked_text, parse_declaration, parse_equation
@@ -97,7 +96,7 @@ class Mesh(providers.Pictured):
         names = tuple(item.name for item in items)
         if universe is None:
             universe = Universe(range(math.prod(namespace[name].size for name in names)))
-        node = None if ranks_per_node is None else checked_node("ranks_per_node", ranks_per_node)
+        node = None if ranks_per_node is None else checked_rank("ranks_per_node", ranks_per_node, 1)
         self.__setstate__(dict(zip(_FIELDS, (universe, names, namespace, node, None, None), strict=True)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +106,7 @@ class Mesh(providers.Pictured):
         self.__dict__.update(zip(_FIELDS, fields.values(), strict=True))
         layouts = tuple([self.namespace[name] for name in self.axis_names])
         whole = _whole(self.axis_names, layouts)
-        extent = Layout.of(sorted(whole, key=lambda digit: -digit[1]))
+        extent = Layout._joined(sorted(whole, key=lambda digit: -digit[1]))
         key = (self.universe, self.axis_names, tuple(self.namespace.items()), self.ranks_per_node, self.binding)
         self.__dict__.update(layouts=layouts, layout_of_all=whole, extent=extent, size=whole.size, _key=key)
         self.__dict__["_hash"] = hash(key)
@@ -456,7 +455,7 @@ class Mesh(providers.Pictured):
         known = sorted([each for each in names if each.size > 1], key=lambda each: -each.size)
         found, rest = list[Layout](), list(layout)
         while rest:
-            part = next((each for each in known if _behind(rest, each) is not None), Layout.of(rest[:1]))
+            part = next((each for each in known if _behind(rest, each) is not None), Layout._joined(rest[:1]))
             found.append(part)
             rest = _behind(rest, part) or []
         return tuple(found)
@@ -525,9 +524,8 @@ class Mesh(providers.Pictured):
         lines = [
             f"Mesh({self._sizes(self.axis_names)!r}{self._where(8)})  {self.size} ranks, seen from rank {self.rank}"
         ]
-        position = self.universe.position(self.rank)
         for name, layout, text in rows:
-            index = "-" if position is None else layout.coordinate(position)
+            index = "-" if self.coordinate is None else self.axis(name).index
             lines.append(
                 f"  {name:<{width}}  size {layout.size:<6} layout {layout!s:<14} index {index:<6} {text}".rstrip()
             )

@@ -327,12 +327,12 @@ class Plan(providers.Pictured):
             source,
             target,
             self.shape,
-            None if stage.group is None else Layout.of(stage.group),
+            None if stage.group is None else Layout._joined(stage.group),
             _group(one, two, stage.group, nodes)[0],
             self.rank,
             stage.op,
             stage.divisor,
-            Layout.of(stage.resolved),
+            Layout._joined(stage.resolved),
             self._bytes(stage.received, size),
             self._bytes(stage.sent, size),
             self._bytes(stage.send, size),
@@ -493,7 +493,7 @@ def _check_pending(source: Sharding, target: Sharding, start: State, kept: State
     has, keeps = ({digit: op for group in state.pending for op, digit in group} for state in (start, kept))
     for digit, op in keeps.items():
         if has.get(digit) != op:
-            (over, *_) = [layout for _, layout in target.pending if layout.overlaps(Layout.of([digit]))]
+            (over, *_) = [layout for _, layout in target.pending if layout.overlaps(Layout._joined([digit]))]
             axis, there = target.mesh.called(over), has.get(digit, "nothing")
             raise _impossible(source, target, f"the target has {op} pending over {axis}, where the source has {there}")
     left = [tuple([item for item in group if item[1] in keeps]) for group in start.pending]

@@ -367,7 +367,9 @@ class Sharding(providers.Pictured):
 
 def _interval(slot: Slot, size: int, position: int) -> tuple[int, int]:
     """The part of a factor that a position has: `torch.chunk` by its layouts."""
-    return nested_chunk(size, [(each.size, each.coordinate(position)) for each in slot.layouts] if slot.layouts else ())
+    if not slot.layouts:
+        return 0, size
+    return nested_chunk(size, [(layout.size, layout.coordinate(position)) for layout in slot.layouts])
 
 
 def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:

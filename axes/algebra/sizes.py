@@ -100,11 +100,12 @@ def checked_tensor_shape(shape: object) -> tuple[int, ...]:
     return found
 
 
-def checked_rank(what: str, rank: object) -> int:
-    """A rank as a plain `int`; `MeshError`, which says what was given, for anything else."""
+def checked_rank(what: str, rank: object, least: int = 0) -> int:
+    """A rank, or a number of ranks from `least` on, as a plain `int`; `MeshError`, which says what was given, for
+    anything else."""
     found = rank if type(rank) is int else whole_number(rank)
-    if found is None or not 0 <= found < LARGEST_SIZE:
-        raise MeshError(f"{what} is a whole number from 0; found {shown(rank)}")
+    if found is None or not least <= found < LARGEST_SIZE:
+        raise MeshError(f"{what} is a whole number from {least}; found {shown(rank)}")
     return found
 
 

@@ -106,4 +106,4 @@ class Digits:
         mine = self._of[layout]
         if all(digit in wanted for digit in mine):
             return (layout,)
-        return self.mesh.parts(Layout.of(digit for digit in mine if digit in wanted))
+        return self.mesh.parts(Layout._joined([digit for digit in mine if digit in wanted]))

@@ -171,7 +171,7 @@ class Operands:
         if front or back:
             mine = self.digits.of(star)
             rest = mine[len(self.digits.of(front)) : len(mine) - len(self.digits.of(back))]
-            star = self.mesh.parts(Layout.of(rest))
+            star = self.mesh.parts(Layout._joined(rest))
         beside, _ = self.stars.setdefault(atom, ((front, back), star))
         if beside != (front, back):
             message = f"'*' of '{atom}' is beside other axes in another operand"

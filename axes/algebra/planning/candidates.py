@@ -70,7 +70,7 @@ Factors = tuple[tuple[int, ...], ...]
 """For each dim the sizes of its factors; its own alone where it is one slot."""
 
 Classes = tuple[tuple[tuple[str, Digit], ...], ...]
-"""Pending reductions, innermost first, in classes that are resolved together: the order in one is immaterial."""
+"""Pending reductions, innermost first, in classes that are resolved together: the slowest digits first in each."""
 
 
 class Space(NamedTuple):
@@ -149,10 +149,10 @@ class State:
     @property
     def sharding(self) -> Sharding:
         """The sharding that the state describes."""
-        columns = iter([tuple(map(Layout.of, slot)) for slot in self.splits])
+        columns = iter([tuple(map(Layout._joined, slot)) for slot in self.splits])
         sizes = [each if len(each) > 1 else (None,) for each in self.space.factors]
         dims = [Slots([Slot(next(columns), size) for size in each]) for each in sizes]
-        pending = [(op, Layout.of([digit])) for group in self.pending for op, digit in group]
+        pending = [(op, Layout._joined([digit])) for group in self.pending for op, digit in group]
         return Sharding(self.space.origin.mesh, tuple(dims), tuple(pending))
 
 
@@ -221,9 +221,10 @@ def common(source: Sharding, target: Sharding, shape: Shape, ranks_per_node: int
 
     def state(end: Sharding) -> State:
         splits = tuple([_atoms(size, dim.layouts, refined) for size, dim in zip(space.sizes, end.dims, strict=True)])
-        waiting = sorted_classes([(op, digit) for op, layout in end.pending for digit in refined[layout]])
+        waiting = classes([(op, digit) for op, layout in end.pending for digit in refined[layout]])
         taken = {*digits_of(splits), *[digit for group in waiting for _, digit in group]}
-        return State(space, splits, tuple([d for d in refined[source.mesh.extent] if d not in taken]), waiting)
+        pending = [tuple(sorted(group, key=lambda item: -item[1][1])) for group in waiting]
+        return State(space, splits, tuple([d for d in refined[source.mesh.extent] if d not in taken]), tuple(pending))
 
     return state(ends[0]), state(ends[1])
 
@@ -282,11 +283,6 @@ def _atoms(size: int, layouts: Iterable[Layout], refined: dict[Layout, Atom]) ->
         size //= layout.size
         found.extend([(digit,) for digit in refined[layout]] if even else [refined[layout]])
     return tuple(found)
-
-
-def sorted_classes(pending: Iterable[tuple[str, Digit]]) -> Classes:
-    """Pending reductions in classes, the slowest digits first in each."""
-    return tuple([tuple(sorted(group, key=lambda item: -item[1][1])) for group in classes(pending)])
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -462,8 +458,8 @@ def _listed(
     one, two, space = source.sharding, target.sharding, source.space
     line = source.resolved(resolved)
     group = descending((*line.free, *digits_of(line.splits))) if one.universe == two.universe else None
-    members = None if group is None else Layout.of(group)
-    how = members, one.universe.ranks[0], Layout.of(resolved), space.ranks_per_node
+    members = None if group is None else Layout._joined(group)
+    how = members, one.universe.ranks[0], Layout._joined(resolved), space.ranks_per_node
     found = group_between(one, two, space.shape, *how)
     return group, (found.most_received, found.most_sent, found.is_permutation())
 

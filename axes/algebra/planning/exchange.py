@@ -114,8 +114,8 @@ class GroupSide:
     ):
         self.pieces, self.layers = pieces, layers.size
         line = Layout((universe.size,), (1,)) if members is None else members
-        positions = [first + offset for offset in line.offsets()]
-        columns = [[each.coordinate(at) for at in positions] for each in (layers, *[each.layout for each in pieces])]
+        positions = line.offsets(first)
+        columns = [[*map(each.coordinate, positions)] for each in (layers, *[each.layout for each in pieces])]
         self.lines = list(map(_line, pieces, columns[1:]))
         self.ranks: dict[Held, list[int]] = {}
         for held, rank in zip(zip(*columns, strict=True), universe.pick(positions), strict=True):
