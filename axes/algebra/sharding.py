@@ -253,7 +253,8 @@ class Sharding(providers.Pictured):
         shape = None if shape is None else checked_shape(shape)
         if not isinstance(other, Sharding):
             raise ShardingError(f"is_equivalent takes an axes.Sharding; found {shown(other)}")
-        if self.universe != other.universe or self.ndim != other.ndim or not _same_pending(self, other):
+        is_resolved_alike = self.pending == other.pending or _same_pending(self, other)
+        if self.universe != other.universe or self.ndim != other.ndim or not is_resolved_alike:
             return False
         if shape is None:
             return all(map(_same_even_cuts, self.dims, other.dims))
@@ -454,9 +455,9 @@ def _fewer(mesh: Mesh, slot: Slot, size: int, name: str) -> str:
 def _same_pending(one: Sharding, two: Sharding) -> bool:
     """The same reductions over the same digits; order matters only between reductions that don't commute."""
     ends = one.pending, two.pending
-    found = {} if ends[0] == ends[1] else common_digits([layout for end in ends for _, layout in end])
-    if not found:
-        return found is not None
+    found = common_digits([layout for end in ends for _, layout in end])
+    if found is None:
+        return False
     mine, theirs = ([(op, digit) for op, layout in end for digit in found[layout]] for end in ends)
     return list(map(set, classes(mine))) == list(map(set, classes(theirs)))
 
