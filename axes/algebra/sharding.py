@@ -253,8 +253,11 @@ class Sharding(providers.Pictured):
         shape = None if shape is None else checked_shape(shape)
         if not isinstance(other, Sharding):
             raise ShardingError(f"is_equivalent takes an axes.Sharding; found {shown(other)}")
-        is_resolved_alike = self.pending == other.pending or _same_pending(self, other)
-        if self.universe != other.universe or self.ndim != other.ndim or not is_resolved_alike:
+        if (
+            self.universe != other.universe
+            or self.ndim != other.ndim
+            or not (self.pending == other.pending or _same_pending(self, other))
+        ):
             return False
         if shape is None:
             return all(map(_same_even_cuts, self.dims, other.dims))
