@@ -29,7 +29,7 @@ from axes.algebra.specs import marked_sharding
 from axes.ops.request import ALONE, T
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
-from axes.runtime.border import strides_like
+from axes.runtime.border import spec_around
 from axes.runtime.check import waited
 from axes.runtime.factories import draw_into, kept_at
 from axes.runtime.groups import current_world, of_world, time_limit
@@ -246,10 +246,7 @@ def _dropped(x: DTensor, seed: int, p: float) -> DTensor:
         _check_linear(sharding)
         if sharding.mesh.coordinate is not None:
             local = _without(local, _kept(local, sharding, tuple(spec.shape), seed, p), p)
-        strides = strides_like(local, tuple(spec.shape))
-        return torch_private.dtensor(
-            local, torch_private.dtensor_spec(spec.mesh, spec.placements, spec.shape, strides, local.dtype)
-        )
+        return torch_private.dtensor(local, spec_around(local, spec.mesh, spec.placements, tuple(spec.shape)))
 
     return linear(run, lambda g: _dropped(g, seed, p), x)
 

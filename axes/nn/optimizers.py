@@ -36,7 +36,7 @@ from axes.algebra.sizes import tuple_of
 from axes.nn.local_gradients import local_tensor, settled_gradient
 from axes.nn.optimizer_trial import kind_of_options, tensors_in, tried_state, without_hooks
 from axes.runtime import torch_private
-from axes.runtime.border import strides_like
+from axes.runtime.border import spec_around
 from axes.runtime.transforms import check_dense
 
 Parameters = Iterable[Any]
@@ -372,8 +372,7 @@ def _whole(local: torch.Tensor, parameter: DTensor) -> DTensor:
     """The DTensor that has this shard, sharded as a parameter is."""
     spec, like = torch_private.spec_of(parameter), local_tensor(parameter)
     if local.dtype != spec.tensor_meta.dtype or local.stride() != like.stride():
-        shape = tuple(spec.shape)
-        spec = torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_like(local, shape), local.dtype)
+        spec = spec_around(local, spec.mesh, spec.placements, tuple(spec.shape))
     return torch_private.dtensor(local, spec)
 
 

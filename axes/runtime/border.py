@@ -27,8 +27,8 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -54,7 +54,6 @@ from axes.runtime.torch_placements import (
     sharding_of_spec,
     torch_placements,
 )
-from axes.runtime.transforms import PLAIN
 
 T = TypeVar("T")
 Placements = tuple[Placement, ...]
@@ -111,9 +110,12 @@ def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
-    find = _gradient if type(torch_private.local_of(x)) in PLAIN else _make_gradient
-    found = find(torch_private.spec_of(x), counted)
-    return linear(_shard, lambda gradient: _left(found, gradient, changes), x, border="argument")
+    spec, by, means = _gradient(torch_private.spec_of(x), counted)
+
+    def back(gradient: torch.Tensor) -> DTensor:
+        return _enter((gradient * means if means > 1 else gradient).contiguous(), spec, by, changes)
+
+    return linear(_shard, back, x, border="argument")
 
 
 def _shard(x: DTensor) -> torch.Tensor:
@@ -136,6 +138,8 @@ def enter_global(
     spec = spec_around(local, device_mesh, placements, tuple(shape))
     if not (local.requires_grad and torch.is_grad_enabled()):
         return torch_private.dtensor(local.detach() if local.requires_grad else local, spec)
+    if any(map(Placement.is_partial, placements)):
+        _check_differentiable(device_mesh, placements)
     found = _enter(local, spec, counted or placements, changes)
     if changes is not None:
         changes.watch([(found, local)])
@@ -144,14 +148,7 @@ def enter_global(
 
 def spec_around(local: torch.Tensor, device_mesh: Any, placements: Placements, shape: tuple[int, ...]) -> Spec:
     """What a DTensor knows of itself whose shard on this rank is `local`: one object for all that know the same."""
-    find = _spec if type(local) in PLAIN else _make_spec
-    strides = None if local.is_contiguous() else local.stride()
-    return find(device_mesh, placements, shape, strides, local.dtype)
-
-
-def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the whole tensor, its dims in memory in the order of those of `local`."""
-    return strides_of(shape) if local.is_contiguous() else whole_strides(local.stride(), shape)
+    return _spec(device_mesh, placements, shape, None if local.is_contiguous() else local.stride(), local.dtype)
 
 
 def whole_strides(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
@@ -215,17 +212,15 @@ Write which it is. For some of the axes alone, same@ in the spec says that the g
       '{spec} {"" if "|" in spec else "| "}same@{place}'"""
 
 
-# --- the rule, of a value with this spec, by the placements that are `counted`. What may be traced has symbolic sizes
+# --- the rule, of a value with this spec, by the placements that are `counted`
 
 
-def _make_spec(
+@of_world(4096)
+def _spec(
     device_mesh: Any, placements: Placements, shape: tuple[int, ...], strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Spec:
     whole = strides_of(shape) if strides is None else whole_strides(strides, shape)
     return torch_private.dtensor_spec(device_mesh, placements, shape, whole, dtype)
-
-
-_spec = of_world(4096)(_make_spec)
 
 
 def _pending_size(device_mesh: Any, placements: Placements, *ops: str) -> int:
@@ -241,46 +236,27 @@ def _check_differentiable(device_mesh: Any, placements: Placements) -> None:
         )
 
 
-class _Gradient(NamedTuple):
-    """What the gradients of a DTensor's shards are as one value: its spec, the placements by which its own gradient
-    goes, by the same table, and a factor, of what is pending as a mean.
+@of_world(4096)
+def _gradient(spec: Spec, counted: Placements | None) -> tuple[Spec, Placements, int]:
+    """What the gradients of a DTensor's shards are as one value: its spec; the placements by which its own gradient
+    goes, by the same table; and a factor, of what is pending as a mean.
     """
-
-    spec: Spec
-    counted: Placements
-    means: int
-
-
-def _make_gradient(spec: Spec, counted: Placements | None) -> _Gradient:
     by = counted or spec.placements
     _check_differentiable(spec.mesh, by)
     placements, shape = of_placements(by), tuple(spec.shape)
     found = torch_private.dtensor_spec(spec.mesh, placements, shape, strides_of(shape), spec.tensor_meta.dtype)
-    return _Gradient(found, _still_same(spec.placements, by, placements), _pending_size(spec.mesh, by, "avg", "mean"))
-
-
-_gradient = of_world(4096)(_make_gradient)
-
-
-def _left(found: _Gradient, gradient: torch.Tensor, changes: Changes | None) -> DTensor:
-    """The gradient of a DTensor, of which this is the one of the shard."""
-    scaled = (gradient * found.means if found.means > 1 else gradient).contiguous()
-    if torch.is_grad_enabled():
-        return _enter(scaled, found.spec, found.counted, changes)
-    return torch_private.dtensor(scaled.detach(), found.spec)
+    return found, _still_same(spec.placements, by, placements), _pending_size(spec.mesh, by, "avg", "mean")
 
 
 def _enter(local: torch.Tensor, spec: Spec, counted: Placements, changes: Changes | None) -> DTensor:
     """The DTensor of a shard; this rank's gradient is its part of the one gradient, as the table says."""
-    if any(map(Placement.is_partial, spec.placements)):
-        _check_differentiable(spec.mesh, spec.placements)
 
     def back(cotangent: DTensor) -> torch.Tensor:
         if changes is not None:
             changes.tell()
-        found = _entered(spec, counted, cotangent)
-        local = leave_global(found.route.take(cotangent), found.counted, changes)
-        return local if found.last is None else found.last(local)
+        there, by, last = _entering(spec, counted, torch_private.spec_of(cotangent))
+        local = leave_global(there.take(cotangent), by, changes)
+        return local if last is None else last(local)
 
     # What becomes of a DTensor's copies is said where it becomes a plain tensor: a result has none but in a region.
     border: Border = None if changes is None else "result"
@@ -296,41 +272,20 @@ def _still_same(placements: Placements, counted: Placements, other: Placements) 
     return tuple([by if mine.is_replicate() and by.is_partial() else found for mine, by, found in triples])
 
 
-@dataclass(frozen=True, eq=False)
-class _Entering:
-    """How a cotangent becomes this rank's gradient: moved, and made its summand by what is `last`.
-
-    counted: the placements by which its own gradient goes. framed: how it lies before and after what is last.
-    """
-
-    route: Route
-    counted: Placements
-    last: Run | None
-    framed: tuple[Sharding, Sharding]
-
-
-def _entered(value: Spec, counted: Placements, cotangent: DTensor) -> _Entering:
-    spec = torch_private.spec_of(cotangent)
-    if type(torch_private.local_of(cotangent)) is torch.Tensor:
-        return _entering(value, counted, spec)
-    numbers = hints(spec.shape)
-    found = _entering(spec_at(value, numbers), counted, spec_at(spec, numbers))
-    shape = vary(spec.shape, cuts_of(*found.route.made.program.stages, *found.framed))
-    return replace(found, route=found.route.at(shape))
-
-
 @of_world(4096)
-def _entering(value: Spec, counted: Placements, cotangent: Spec) -> _Entering:
-    shape = tuple(value.shape)
+def _entering(value: Spec, counted: Placements, cotangent: Spec) -> tuple[Route, Placements, Run | None]:
+    """How a cotangent becomes this rank's gradient: a route; the placements by which its own gradient goes behind that;
+    and what makes it this rank's summand.
+    """
+    shape = hints(value.shape)
     whole = sharding_of_placements(value.mesh, counted, len(shape))
     middle = gradient_sharding(whole, sharding_of_spec(cotangent), shape)
-    there = route(cotangent, middle, (None, None))
     framed = middle.at(shape), replace(whole, pending=()).at(shape)
+    there = route(spec_at(cotangent, vary(cotangent.shape, cuts_of(*framed))), middle, (None, None))
     # What is pending as a mean is one of each rank: summands of it are smaller.
     means = [_pending_size(value.mesh, each, "avg", "mean") for each in (counted, there.spec.placements)]
-    by = _still_same(value.placements, counted, there.spec.placements)
     last = into_summand(*framed, shape, copies(whole, middle) * math.prod(means))
-    return _Entering(there, by, last, framed)
+    return there, _still_same(value.placements, counted, there.spec.placements), last
 
 
 # tensors that aren't arguments

@@ -204,12 +204,13 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A cache of up to `maxsize` results that lives on the running world, and goes with it.
 
     For functions that make something of groups, device meshes or what DTensors know of themselves; an entry
-    of another world would be wrong, and would keep its groups alive. Arguments are positional.
+    of another world would be wrong, and would keep its groups alive. Arguments are positional. What has symbolic sizes
+    is made each time: these have no hash.
     """
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(make)
-        def found(*key: P.args, **_: P.kwargs) -> R:
+        def found(*key: P.args, **none: P.kwargs) -> R:
             world, default = _current, torch_private.default_group()
             if world is None or default is None or world.default() is not default:
                 world = current_world()
@@ -217,7 +218,12 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 cache = world.caches[make]
             except KeyError:
                 cache = world.caches[make] = functools.lru_cache(maxsize)(make)
-            return cache(*key)
+            try:
+                return cache(*key)
+            except TypeError as error:
+                if "SymInt" not in str(error):
+                    raise
+            return make(*key, **none)
 
         return found
 

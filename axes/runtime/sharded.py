@@ -41,7 +41,7 @@ from axes.runtime.linear import linear
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import route, unsharded
 from axes.runtime.shards import Given, placements_of, read_shard, told_shapes, traced_parts
-from axes.runtime.symbols import fixed, hints, is_symbolic, spec_at, vary
+from axes.runtime.symbols import fixed, hints, vary
 from axes.runtime.torch_placements import (
     sharding_of_placements,
     sharding_of_spec,
@@ -284,24 +284,18 @@ def _left(
     needed = x.requires_grad and torch.is_grad_enabled()
     if spec is None and not needed:
         return torch_private.local_of(x)
-    held = torch_private.spec_of(x)
-    varies = is_symbolic(held.shape)
-    numbers = spec_at(held, hints(held.shape)) if varies else held
-    counted, written = _leaving(numbers, spec, where, grad, needed)
-    if varies:
-        vary(held.shape, cuts_of(*written))
-    return leave_global(x, counted)
+    return leave_global(x, _leaving(torch_private.spec_of(x), spec, where, grad, needed))
 
 
 @of_world(4096)
 def _leaving(
     held: Any, spec: str | None, where: Mesh | None, grad: str | None, needed: bool
-) -> tuple[tuple[Placement, ...] | None, list[Sharding]]:
-    """What the gradient of a tensor goes by where it is `needed`; and how the tensor lies, found and written.
+) -> tuple[Placement, ...] | None:
+    """What the gradient of a tensor goes by where it is `needed`. Refuses a tensor that isn't as the spec says.
 
     `where`: the mesh to look names up in, where it is of the tensor's universe.
     """
-    actual, shape = sharding_of_spec(held), tuple(held.shape)
+    actual, shape = sharding_of_spec(held), hints(held.shape)
     mesh = actual.mesh
     names = where if where is not None and where.universe == mesh.universe else mesh
     written, same = (actual, ()) if spec is None else marked_sharding(names, spec, (), len(shape))
@@ -314,11 +308,11 @@ def _leaving(
             f"  tensor  {actual}    {list(shape)}, {mesh!r}\n"
             f"write how it is sharded, or move it first: axes.reshard(x, '{written}')"
         )
-    counted = None
-    if needed:
-        call = "axes.to_local(x" if spec is None else f"axes.to_local(x, {spec!r}"
-        counted = counted_alone(mesh, held.placements, same, grad, call, actual.spec if spec is None else spec)
-    return counted, [actual.at(shape), written.at(shape)]
+    vary(held.shape, cuts_of(actual.at(shape), written.at(shape)))
+    if not needed:
+        return None
+    call = "axes.to_local(x" if spec is None else f"axes.to_local(x, {spec!r}"
+    return counted_alone(mesh, held.placements, same, grad, call, actual.spec if spec is None else spec)
 
 
 def spec_of(x: DTensor) -> str:
