@@ -39,7 +39,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
 from types import CodeType
@@ -102,11 +102,11 @@ class Operation:
         """What errors call it."""
         return self.short or self.what
 
-    def line(self, number: int) -> dict[str, Any]:
-        """The line that says what an operation's number stands for."""
+    def line(self) -> dict[str, Any]:
+        """What the line of its number says."""
         ranks = self.ranks
         listed = {"start": ranks.start, "stop": ranks.stop, "step": ranks.step} if isinstance(ranks, range) else ranks
-        said = {"op": number, "what": self.what, "kind": self.kind, "by": self.by, "axis": self.axis}
+        said: dict[str, Any] = {"what": self.what, "kind": self.kind, "by": self.by, "axis": self.axis}
         said |= {"group": self.group, "ranks": listed, "dtype": self.dtype, "step": self.step}
         said |= {"in": self.bytes_in, "out": self.bytes_out}
         return said | {name: True for name, wanted in (("later", self.later), ("apart", not self.together)) if wanted}
@@ -115,11 +115,7 @@ class Operation:
 Listener = Callable[[Operation], Callable[[], None] | None]
 """Who hears of an operation, before ranks communicate; it gives what to call when that has returned, if anything."""
 
-Event = tuple[Any, Any, int, int, Any]
-"""A collective under way: who records it, the mapped memory, where its time goes, when it began, the event on its
-stream."""
-
-_OWN = 5
+_OWN = 4
 """Frames of axes at the top of the stack when an event begins, at least."""
 
 _NULL = b"         null"
@@ -135,87 +131,71 @@ class Recorder:
         self._ops: dict[Operation, int] = {}
         self._lines: dict[bytes, int] = {}
         self._places: dict[tuple[int, int], int] = {}
-        self._codes: list[CodeType] = []
+        self._codes: dict[int, CodeType] = {}
         self._parts: dict[tuple[Part, ...], int] = {}
         self._ends: deque[tuple[Any, Any, Any, int]] = deque()
         self._numbers = self._used = self._start = 0
         try:
-            again = self.path in _here.begun
+            again = self.path in _begun
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | (0 if again else os.O_TRUNC), 0o644)
             self._start = os.fstat(self._file).st_size // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             self._used = os.fstat(self._file).st_size - self._start
-            self._window = self._mapped()
-            self._room = len(self._window)
+            self._map()
         except OSError as error:
             raise AxesError(f"the trace can't be written: {error}. It needs a file that can be mapped") from error
         except ValueError as error:  # Python's, for text that is no path: one with "\\0", or a lone surrogate
             raise AxesError(f"the trace can't be written: {shown(path)} is no path of a file ({error})") from error
         if not again:
-            _here.begun.append(self.path)
+            _begun.append(self.path)
         self._clock = perf_counter_ns()
         self._put(_line(self._header()))
 
     def _header(self) -> dict[str, Any]:
         rank, world = _place_in_job()
-        clock = _clock_of_machine()
-        told = {"host": platform.node(), "clock": clock, "pid": os.getpid(), "torch": str(torch.__version__)}
-        return {
-            "axes_trace": VERSION,
-            "rank": rank,
-            "world": world,
-            **told,
-            "start": self._clock,
-            "wall": time.time_ns(),
-        }
+        clocks = {"clock": _clock_of_machine(), "start": self._clock, "wall": time.time_ns()}
+        told = {"host": platform.node(), "pid": os.getpid(), "torch": str(torch.__version__)}
+        return {"axes_trace": VERSION, "rank": rank, "world": world, **told, **clocks}
 
     # events
 
     def hear(self, operation: Operation) -> Callable[[], None] | None:
         """Writes that a collective is issued; of a plan of several steps, these are. Gives what ends it."""
-        return functools.partial(self.end, self.begin(operation, _OWN)) if operation.by else None
-
-    def begin(self, traced: Operation, own: int = 1) -> Event:
-        """Writes that a collective is issued. The first `own` frames, of this and of its callers, are axes'."""
+        if not operation.by:
+            return None
         # Each call that this makes, and each frame that it passes, is a part of what a trace costs.
-        number = self._ops.get(traced) or self._named_op(traced)
+        number = self._ops.get(operation) or self._number_of("op", operation.line(), self._ops, operation)
         at = of = 0
         frame: Any = None
         try:
-            frame = sys._getframe(own)
+            frame = sys._getframe(_OWN)
             while passed_files[frame.f_code.co_filename]:
                 frame = frame.f_back
         except (KeyError, AttributeError, ValueError):  # a file that isn't known yet, or no frame of the user's
             frame = user_frame()
         if frame is not None:
             code, instruction = frame.f_code, frame.f_lasti
-            at = self._places.get((id(code), instruction)) or self._named_place(code, instruction)
+            at = self._places.get((id(code), instruction)) or self._number_of_place(code, instruction)
         if context.parts:
             inside = tuple(context.parts)
-            of = self._parts.get(inside) or self._named_parts(inside)
-        back = backward_pass() >= 0
-        if traced.device != "cpu" and (stream := _recorded_on(traced.device)) is not None:
-            return self._begin_on(stream, (number, at, of, back))
-        now = perf_counter_ns()
+            of = self._parts.get(inside) or self._number_of(
+                "of", {"parts": [*map(part_said, inside)]}, self._parts, inside
+            )
+        form, behind, stream = _EVENT, _END_AT, None
+        if operation.device != "cpu" and (stream := _recorded_on(operation.device)) is not None:
+            form, behind = _EVENT_ON_STREAM, _GPU_AT  # the device says when it is done
+        back, now = backward_pass() >= 0, perf_counter_ns()
         with self._lock:
-            text = _EVENT % (number, at, of, back, now - self._clock)
+            text = form % (number, at, of, back, now - self._clock)
             stop = self._used + len(text)
             if stop > self._room:
                 stop = self._move_on(len(text))
             window = self._window
             window[self._used : stop] = text
             self._used = stop
-        return self, window, stop - _END_AT, now, None
+        return functools.partial(self._end, window, stop - behind, now, stream)
 
-    def _begin_on(self, stream: Any, said: tuple[int, ...]) -> Event:
-        """The same where the device says when it is done, from this event on its stream."""
-        now = perf_counter_ns()
-        with self._lock:
-            self._put(_EVENT_ON_STREAM % (*said, now - self._clock))
-            return self, self._window, self._used - _GPU_AT, now, stream
-
-    def end(self, event: Event) -> None:
-        """Writes how long it has taken. Who fails never comes here."""
-        _, window, at, began, stream = event
+    def _end(self, window: mmap.mmap, at: int, began: int, stream: Any) -> None:
+        """Writes how long it has taken, where its time goes. Who fails never comes here."""
         window[at : at + _WIDTH] = b"%13d" % (perf_counter_ns() - began)
         if stream is not None:
             self._ends.append((stream, _recorded_on(stream.device.type), window, at + _WIDTH + len(_GPU)))
@@ -230,36 +210,22 @@ class Recorder:
 
     # what repeats
 
-    def _named_op(self, traced: Operation) -> int:
-        line = _line(traced.line(0))
+    def _number_of(self, kind: str, said: dict[str, Any], known: dict[Any, int], key: Any) -> int:
+        """The number of an operation, a place or an expression, in a line of its own."""
+        line = _line({kind: 0, **said})
         with self._lock:
             number = self._lines.get(line)
             if number is None:
-                number = with_room(self._lines)[line] = with_room(self._ops)[traced] = self._next()
-                self._put(_line(traced.line(number)))
+                number = self._numbers = self._numbers + 1
+                with_room(self._lines)[line] = number
+                self._put(_line({kind: number, **said}))
+            with_room(known)[key] = number
         return number
 
-    def _named_place(self, code: CodeType, instruction: int) -> int:
-        with self._lock:
-            number = self._next()
-            self._put(_line({"at": number, "place": line_of_code(code, instruction)}))
-            if len(self._places) >= _MOST:
-                self._places.clear()
-                self._codes.clear()
-            self._places[id(code), instruction] = number
-            self._codes.append(code)  # which lives as long, so that no other has its id
-        return number
-
-    def _named_parts(self, inside: tuple[Part, ...]) -> int:
-        with self._lock:
-            number = self._next()
-            self._put(_line({"of": number, "parts": [*map(part_said, inside)]}))
-            with_room(self._parts)[inside] = number
-        return number
-
-    def _next(self) -> int:
-        self._numbers += 1
-        return self._numbers
+    def _number_of_place(self, code: CodeType, instruction: int) -> int:
+        self._codes[id(code)] = code  # which lives as long, so that no other has its id
+        said = {"place": line_of_code(code, instruction)}
+        return self._number_of("at", said, self._places, (id(code), instruction))
 
     # the file
 
@@ -276,40 +242,44 @@ class Recorder:
         skipped = self._used // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         self._start, self._used = self._start + skipped, self._used - skipped
         try:
-            self._window = self._mapped(size)
+            self._map(size)
         except OSError as error:
             # A job isn't ended for its trace: the last window is written over from here on, and thrown away.
             warnings.warn(f"the trace {self.path} ends here: {error}", stacklevel=2)
-            os.ftruncate(self._file, self._start + self._used)
-            os.close(self._file)
-            self._file = -1
-            self._window = self._mapped(size)
-        self._room = len(self._window)
+            self._end_file()
+            self._map(size)
         return self._used + size
 
-    def _mapped(self, least: int = 0) -> mmap.mmap:
-        """Memory that is the file from `_start`: room for more lines. `OSError` where there is none."""
+    def _map(self, least: int = 0) -> None:
+        """Has memory that is the file from `_start`, with room for more lines. `OSError` where there is none.
+
+        Behind the end of the trace it is memory that is nobody's.
+        """
+        size = self._used + least + WINDOW
         if self._file < 0:
-            return mmap.mmap(-1, self._used + least + WINDOW)
-        size = -(-(self._used + least + WINDOW) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        if hasattr(os, "posix_fallocate"):
-            # A page without a place on the disk would end the process when it is written.
-            os.posix_fallocate(self._file, self._start, size)
+            self._window = mmap.mmap(-1, size)
         else:
-            os.ftruncate(self._file, self._start + size)
-        return mmap.mmap(self._file, size, offset=self._start)
+            size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            if hasattr(os, "posix_fallocate"):
+                # A page without a place on the disk would end the process when it is written.
+                os.posix_fallocate(self._file, self._start, size)
+            else:
+                os.ftruncate(self._file, self._start + size)
+            self._window = mmap.mmap(self._file, size, offset=self._start)
+        self._room = len(self._window)
 
     def close(self) -> None:
         """Cuts the file where the trace ends. Times on a device that aren't known yet stay null."""
         self._read_streams()
         with self._lock:
             if self._file >= 0:
-                os.ftruncate(self._file, self._start + self._used)
-                os.close(self._file)
-                self._file = -1
-                # What begins from here on is written to memory that is nobody's.
-                self._used, self._window = 0, mmap.mmap(-1, WINDOW)
-                self._room = len(self._window)
+                self._end_file()
+                self._used = 0
+                self._map()
+
+    def _end_file(self) -> None:
+        os.ftruncate(self._file, self._start + self._used)
+        self.leave()
 
     def leave(self) -> None:
         """In a process that was forked: the file is its parent's."""
@@ -326,19 +296,11 @@ _END_AT = len(_NULL + b"}\n")
 _GPU_AT = len(_NULL + _GPU + _NULL + b"}\n")
 
 
-@dataclass
-class _OfProcess:
-    """What this process records.
+_open: dict[str, Recorder] = {}
+"""The recorders of this process by the path that was asked for, until it isn't any more."""
 
-    open: recorders by the path that was asked for, until it isn't any more. begun: files that it has begun, the last
-    ones of many: it goes on in them, and writes over those of a job before.
-    """
-
-    open: dict[str, Recorder] = field(default_factory=dict)
-    begun: deque[Path] = field(default_factory=lambda: deque(maxlen=4096))
-
-
-_here = _OfProcess()
+_begun: deque[Path] = deque(maxlen=4096)
+"""The last files that it has begun: it goes on in them, and writes over those of a job before."""
 
 
 def _line(said: dict[str, Any]) -> bytes:
@@ -392,13 +354,8 @@ def path_for(wanted: str, rank: int) -> str:
 
 
 def recorder() -> Recorder:
-    """That of the file which is asked for now; made where there is none yet. `AxesError` where it can't be.
-
-    event = recorder().begin(traced)
-    ...
-    event[0].end(event)
-    """
-    return _here.open.get(flags.trace) or _opened(flags.trace)
+    """That of the file which is asked for now; made where there is none yet. `AxesError` where it can't be."""
+    return _open.get(flags.trace) or _opened(flags.trace)
 
 
 _opening = threading.Lock()
@@ -407,8 +364,8 @@ _opening = threading.Lock()
 def _opened(wanted: str) -> Recorder:
     """The recorder of a path; of threads that begin at the same time one makes it."""
     with _opening:
-        if (found := _here.open.get(wanted)) is None:
-            found = _here.open[wanted] = Recorder(path_for(wanted, _place_in_job()[0]))
+        if (found := _open.get(wanted)) is None:
+            found = _open[wanted] = Recorder(path_for(wanted, _place_in_job()[0]))
             # At the end of the program, and of a process that another has forked, which `atexit` doesn't serve.
             multiprocessing.util.Finalize(None, stop, (wanted,), exitpriority=0)
     return found
@@ -416,16 +373,16 @@ def _opened(wanted: str) -> Recorder:
 
 def stop(path: str) -> None:
     """Closes the file of a path that was asked for."""
-    if (found := _here.open.pop(path, None)) is not None:
+    if (found := _open.pop(path, None)) is not None:
         found.close()
 
 
 def _forked() -> None:
     """In a process that was forked from one which writes a trace: that isn't its own, and it writes none."""
-    if _here.open:
-        for found in _here.open.values():
+    if _open:
+        for found in _open.values():
             found.leave()
-        _here.open.clear()
+        _open.clear()
         flags.say({**flags.said, "trace": ""})
 
 
