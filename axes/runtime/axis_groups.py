@@ -31,7 +31,7 @@ from axes.algebra.errors import AxesError, MeshError, SizeError
 from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
 from axes.runtime.check import collective, waited
-from axes.runtime.communicator import communicator, functional_communicator, moved, reduced_bytes
+from axes.runtime.communicator import communicator, functional_communicator, moved
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.trace import Operation
@@ -84,8 +84,9 @@ def _check_here(mesh: Mesh, axis: AxisName) -> None:
             "alone. Make it with axes.init_mesh(...)"
         )
     if mesh._view is not None and mesh._view != current_world().rank:
-        rank = current_world().rank
-        raise MeshError(f"a collective runs on rank {rank}, this one; the mesh is seen from rank {mesh.rank}")
+        raise MeshError(
+            f"a collective runs on rank {current_world().rank}, this one; the mesh is seen from rank {mesh.rank}"
+        )
 
 
 @torch.compiler.assume_constant_result
@@ -239,9 +240,8 @@ def _named_of(
     along = "" if dims is None else f", dim {dims}" if isinstance(dims, int) else f", dims {dims[0]} and {dims[1]}"
     row = math.prod(size for dim, size in enumerate(shape) if dim != dims) if isinstance(dims, int) and sends else 1
     counts = [[count * row for count in of] for of in (receives, sends)] if sends else ()
-    by = _METHODS[what]
-    each = reduced_bytes(dtype, what.removeprefix("p")) if by in ("all_reduce", "reduce_scatter") else dtype.itemsize
-    sides = moved(by, math.prod(shape), each, group.size, group.coordinate, *counts)
+    by, op = _METHODS[what], what.removeprefix("p")
+    sides = moved(by, math.prod(shape), dtype, op, group.size, group.coordinate, *counts)
     found = _operation(f"{what} over '{group.name}' of {tensor}{along}", by, sides, group)
     compared, name = f"{what} in {[*group.ranks]} of {tensor}{along}", str(dtype).removeprefix("torch.")
     return replace(found, kind=what, dtype=name, compared=compared, sends=sends, receives=receives)

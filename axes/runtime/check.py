@@ -40,7 +40,6 @@ from axes.runtime.trace import Listener, Operation, recorder, stop
 from axes.runtime.transforms import as_plain
 
 T = TypeVar("T")
-Stage = Callable[[torch.Tensor], torch.Tensor]
 
 _SHOWN = 16
 """Lines of an error that there could be one of for each two ranks."""
@@ -71,13 +70,6 @@ def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
         if end is not None:
             end()
     return result
-
-
-def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
-    """Raises what says where `describe(*subject)` failed; the error itself where it is this rank's own."""
-    if isinstance(error, OF_ONE_RANK):
-        raise error
-    raise failed(describe(*subject), error) from error
 
 
 # before
@@ -137,19 +129,23 @@ def _at(place: str) -> str:
 # after
 
 
-def failed(operation: Operation, error: RuntimeError) -> DesyncError:
-    """What to raise where a backend fails: what failed, for which line, between which ranks."""
+def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
+    """Raises what says that `describe(*subject)` failed, for which line, and between which ranks; the error itself
+    where it is this rank's own.
+    """
+    if isinstance(error, OF_ONE_RANK):
+        raise error
+    operation, (rank, others) = describe(*subject), (0, "")
     part = f", in its {operation.part()}" if operation.part else ""
     first = str(error).strip().splitlines() or [type(error).__name__]
-    rank, others = 0, ""
     if dist.is_initialized():
         rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.said)
-    return DesyncError(
+    raise DesyncError(
         f"{whole_text()}{operation.said} failed on rank {rank}{part}{_at(user_place())}\n"
         f"  with {ranks_text(operation.ranks)}: {first[0]}{others}\n"
         "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
         "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"
-    )
+    ) from error
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:

@@ -52,14 +52,14 @@ _SUMS_OVERFLOW = (torch.float16, torch.complex32)
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def reduced_bytes(dtype: torch.dtype, op: str) -> int:
-    """How many bytes an element takes while it is reduced."""
-    wide = _WIDER.get(dtype, dtype).itemsize
-    return max(4, wide) if dtype.is_floating_point and op in ("max", "min") else wide
-
-
-def moved(by: str, x: int, each: int, size: int, rank: int, receives: Counts = None, sends: Counts = None) -> list[int]:
+def moved(
+    by: str, x: int, dtype: torch.dtype, op: str, size: int, rank: int, receives: Counts = None, sends: Counts = None
+) -> list[int]:
     """How many bytes a rank of a group of `size` receives and sends at least by a collective of `x` elements."""
+    each = dtype.itemsize
+    if by in ("all_reduce", "reduce_scatter"):
+        wide = _WIDER.get(dtype, dtype).itemsize
+        each = max(4, wide) if dtype.is_floating_point and op in ("max", "min") else wide
     even = x * each * {"all_gather": size, "all_reduce": 2}.get(by, 1) * (size - 1) // size
     return [even if of is None else (sum(of) - of[rank]) * each for of in (receives, sends)]
 

@@ -112,17 +112,12 @@ def _teach_torch() -> None:
 def _over_root(world: World, mesh: Mesh) -> DeviceMesh:
     """A new `DeviceMesh` of the axes, with their groups."""
     groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
-    root = _root(world, mesh.universe, mesh.binding.device_type)
-    modes = list(mesh.layouts)
+    key = universe, device_type = mesh.universe, mesh.binding.device_type
+    if key not in world.roots:
+        world.roots[key] = torch_private.root_device_mesh(device_type, universe.ranks)
     here = None if mesh.coordinate is None else tuple(mesh.coordinate.values())
     own = [groups[name] for name in mesh.axis_names if groups]
-    return torch_private.device_mesh_over(root, modes, mesh.axis_names, here, own)
-
-
-def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
-    if (universe, device_type) not in world.roots:
-        world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
-    return world.roots[universe, device_type]
+    return torch_private.device_mesh_over(world.roots[key], mesh.layouts, mesh.axis_names, here, own)
 
 
 def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:

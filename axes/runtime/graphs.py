@@ -12,14 +12,14 @@ takes tensors and numbers alone, so what else it needs goes by a name, which is 
 
     @torch.compiler.allow_in_graph
     def node(x, name):
-        spec, mesh = known(name)
+        spec, mesh = getattr(kept, name)
 
 There is one such node, `traced` in `axes.runtime.leaves`.
 
 Ranks meet in a node, so all must run one of the same graph: its guards on the DTensors that come in are
 such that depend on whole sizes, which are the same on every rank.
 
->>> known(kept_name("b s@tp d", None))
+>>> getattr(kept, kept_name("b s@tp d", None))
 ('b s@tp d', None)
 """
 
@@ -98,11 +98,6 @@ kept = Kept()
 def kept_name(*thing: Hashable) -> str:
     """The name of a thing, equal things having the same; to `torch.compile` it is a constant."""
     return kept._named(thing, thing)
-
-
-def known(name: str) -> Any:
-    """The thing that has a name."""
-    return getattr(kept, name)
 
 
 def read_once(read: Callable[..., Read]) -> Callable[..., Read]:

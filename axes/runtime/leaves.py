@@ -22,7 +22,7 @@ from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.check import waited
-from axes.runtime.graphs import check_groups, guard_whole_sizes, kept_name, known
+from axes.runtime.graphs import check_groups, guard_whole_sizes, kept, kept_name
 from axes.runtime.groups import of_world
 from axes.runtime.routes import route, settled
 from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
@@ -91,7 +91,7 @@ def traced(
 
 @torch.compiler.allow_in_graph
 def _node(name: str, _: Any, settle: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
-    run, *what = known(name)
+    run, *what = getattr(kept, name)
     for x in tensors:
         if isinstance(x, DTensor):
             _fix_uneven_sizes(x)

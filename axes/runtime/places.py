@@ -82,11 +82,9 @@ def user_frame() -> FrameType | None:
     There is none in the backward pass on an accelerator, which has a thread of its own.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame):
-            return frame
+    while frame is not None and not is_users(frame):
         frame = frame.f_back
-    return None
+    return frame
 
 
 _PASSED = {"axes", "torch", "einops", "contextlib", "functools", "importlib"}

@@ -44,7 +44,7 @@ from axes.algebra.sharding import Sharding
 from axes.runtime import flags, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.check import heard
-from axes.runtime.communicator import REDUCED, communicator, moved, reduced_bytes
+from axes.runtime.communicator import REDUCED, communicator, moved
 from axes.runtime.groups import group_of, of_world
 from axes.runtime.packing import Part, Shape, Side, arranged, elements_of, packer, unpacker
 from axes.runtime.trace import Operation
@@ -71,15 +71,10 @@ class Program:
     dtype: torch.dtype
     comm_dtype: torch.dtype | None
 
-    @property
-    def stages(self) -> tuple[Sharding, ...]:
-        """How a tensor lies on its way, and how both ends are written."""
-        return (*self.ends, *self.plan.states, self.plan.target)
-
     @cached_property
     def cuts(self) -> Shape:
-        """Into how many pieces these cut a tensor."""
-        return cuts_of(*self.stages)
+        """Into how many pieces a tensor is cut on its way, and by its ends as they are written."""
+        return cuts_of(*self.ends, *self.plan.states, self.plan.target)
 
     @property
     def device_type(self) -> str:
@@ -138,21 +133,21 @@ class BoundProgram:
     @cached_property
     def eager(self) -> Run:
         """The program as a function of the contiguous tile."""
-        return self._at(None, eager=True, told=True)
+        return self._at(None, eager=True)
 
     @cached_property
     def later(self) -> Run:
         """The same, whose last collective is waited for where its result is used."""
-        return self._at(None, eager=False, told=True)
+        return self._at(None, eager=False)
 
     def traced_at(self, tile: Shape) -> Run:
         """The program as nodes of a graph, for a tile whose sizes may be symbolic."""
-        return self._at(tile, eager=False, told=False)
+        return self._at(tile, eager=False)
 
-    def _at(self, tile: Shape | None, eager: bool, told: bool) -> Run:
-        """The program for this rank's tile, whose sizes may have symbols of their own.
+    def _at(self, tile: Shape | None, eager: bool) -> Run:
+        """The program by methods of process groups, or by functional collectives.
 
-        By methods of process groups or by functional collectives; `told` to listeners, or not.
+        tile: in a graph, where its sizes may have symbols of their own. Of what is in a graph listeners don't hear.
         """
         program, wire, stages = self.program, self.program.comm_dtype or self.program.dtype, list[Run]()
         plan, sizes, least = program.plan, self.shape, program.plan.shape
@@ -175,7 +170,7 @@ class BoundProgram:
                 stages.append(lambda x: x.to(wire))
             by = _method(step.step.kind, step.group, eager, program.device_type)
             send = getattr(communicator(step.group, wire, eager), by)
-            if told:
+            if tile is None:
                 send = functools.partial(_told, send, (self, step, by, wire, eager))
             # What a stage before has made may be written over.
             stages.append(_communicating(*how, by, send, owned=bool(stages)))
@@ -270,8 +265,8 @@ def _operation(
     every, group = [step for step in made.program.plan.steps if step.kind != "slice"], local.group
     assert group is not None, "it sends something"
     ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
-    each = reduced_bytes(dtype, local.step.op or "sum") if by in ("all_reduce", "reduce_scatter") else dtype.itemsize
-    sides = moved(by, elements, each, len(ranks), group.rank(), *(how[:2] if by == "all_to_all" else ()))
+    counts, op = how[:2] if by == "all_to_all" else (), local.step.op or "sum"
+    sides = moved(by, elements, dtype, op, len(ranks), group.rank(), *counts)
     axis = " ".join(local.step.axes) or "both meshes"
     return Operation(
         *(made.said, local.step.kind, by, axis, str(group.group_name), ranks, name_of(dtype)),

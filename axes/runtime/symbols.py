@@ -125,6 +125,7 @@ def varying(uses: Sequence[tuple[Any, Any, int]]) -> dict[Any, Any]:
     return {name: size for name, size in found.items() if name not in stay}
 
 
+@functools.lru_cache(maxsize=4096)
 def small_size(size: int, ranks: int) -> int:
     """A small size that shares its divisors with the number of ranks.
 
@@ -133,10 +134,7 @@ def small_size(size: int, ranks: int) -> int:
     >>> [small_size(size, 8) for size in (4096, 100, 8, 0)]
     [16, 12, 8, 0]
     """
-    return size if ranks % (size or 1) == 0 else _small_size(math.gcd(size, ranks), ranks)
-
-
-@functools.lru_cache(maxsize=4096)
-def _small_size(parts: int, ranks: int) -> int:
-    """The smallest size above `parts` that shares just these with the number of ranks."""
-    return next(size for size in itertools.count(2 * parts, parts) if math.gcd(size, ranks) == parts)
+    if ranks % (size or 1) == 0:
+        return size
+    parts = math.gcd(size, ranks)
+    return next(small for small in itertools.count(2 * parts, parts) if math.gcd(small, ranks) == parts)

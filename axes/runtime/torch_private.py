@@ -322,9 +322,8 @@ root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 """The `DeviceMesh` that one was sliced or flattened from, or itself."""
 
 
-def root_ranks(device_mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks that the layouts of a `DeviceMesh` step through, in order."""
-    return device_mesh._flatten_rank_map
+root_ranks: Callable[[DeviceMesh], tuple[int, ...]] = operator.attrgetter("_flatten_rank_map")
+"""The ranks that the layouts of a `DeviceMesh` step through, in order."""
 
 
 def group_names(device_mesh: DeviceMesh) -> list[str]:

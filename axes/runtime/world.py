@@ -123,9 +123,10 @@ def init_mesh(
         universe = universe if ranks is None else _checked_universe(ranks, world)
         waits, device = _device(device_type, timeout, world.rank)
         per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
-        over = universe.ranks
         try:
-            algebra = Mesh(declaration, *equations, ranks=over, ranks_per_node=per_node, sizes=sizes, **keywords)
+            algebra = Mesh(
+                declaration, *equations, ranks=universe.ranks, ranks_per_node=per_node, sizes=sizes, **keywords
+            )
         except SizeError as error:
             raise SizeError(f"{error}\n{_START_AS_MANY.format(world.size)}") from None
         mesh = algebra._with(binding=_bound(world, algebra, device, options), _view=None)
