@@ -145,9 +145,10 @@ def guard_whole_sizes() -> bool:
             count = math.prod(ranks for p, ranks in sizes if getattr(p, "dim", None) == dim)
             if type(size) is int or count == 1:
                 continue
-            if size % count:
+            is_number = type(shard.shape[dim]) is int
+            if size % count or (is_number and shard.shape[dim] <= 1):  # to torch 0 and 1 are numbers, never symbols
                 fixed(size)
-            elif type(shard.shape[dim]) is int and shard.shape[dim] > 1:
+            elif is_number:
                 static.append(dim)
         if static:
             torch_private.trace_again_with_symbols(torch_private.local_of(real), static)

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 
 from axes.algebra.chunks import Region
-from axes.runtime.transforms import PLAIN
 
 Part = tuple[int, Region]
 """Where in the buffer a box begins, in elements, and the box."""
@@ -58,14 +57,16 @@ class Grid(NamedTuple):
         """Those of a contiguous tensor that isn't a result of a graph, as a view."""
         return x.as_strided(self.sizes, self.strides, x.storage_offset() + self.offset)
 
-    def read(self, x: torch.Tensor) -> torch.Tensor:
-        """Those of a contiguous tensor, as a view; in a graph a copy.
+    def copied(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as a copy."""
+        return torch.as_strided_copy(x, self.sizes, self.strides, x.storage_offset() + self.offset)
 
-        There they are found by their numbers: inductor may keep a tensor of the graph in another order of dims, in
-        which `as_strided` finds other elements.
+    def taken(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of those of a contiguous tensor in a graph.
+
+        They are found by their numbers: inductor may keep a tensor of the graph in another order of dims, in which
+        `as_strided` finds other elements.
         """
-        if type(x) in PLAIN and not torch.compiler.is_compiling():
-            return self.of(x)
         numbers = torch.zeros((), dtype=torch.int64, device=x.device)
         for size, stride in zip(self.sizes, self.strides, strict=True):
             numbers = numbers[..., None] + torch.arange(size, device=x.device) * stride
@@ -234,7 +235,7 @@ def _only(places: Places) -> Grid | None:
     return places[0][1] if len(places) == 1 and places[0][0] == 0 else None
 
 
-def packer(side: Side, multiples: Shape, fresh: bool = False) -> Pack:
+def packer(side: Side, multiples: Shape, in_graph: bool = False, fresh: bool = False) -> Pack:
     """A function from a row-major tile to the buffer, a contiguous tensor, which shares the tile's memory where it can,
     unless it is to be `fresh`.
 
@@ -247,7 +248,8 @@ def packer(side: Side, multiples: Shape, fresh: bool = False) -> Pack:
         def pack(tile: torch.Tensor) -> torch.Tensor:
             buffer = tile.new_empty(size)
             for start, grid in places:
-                buffer[start : start + grid.numel].view(grid.sizes).copy_(grid.read(tile))
+                found = grid.taken(tile) if in_graph else grid.of(tile)
+                buffer[start : start + grid.numel].view(grid.sizes).copy_(found)
             if not places:
                 # In a graph, torch puts what depends on no tensor into both passes: a buffer would be sent twice.
                 buffer[:0].copy_(tile.view(-1)[:0])
@@ -255,7 +257,7 @@ def packer(side: Side, multiples: Shape, fresh: bool = False) -> Pack:
 
         return pack
     if fresh or not grid.is_run:
-        return lambda tile: grid.read(tile).clone(memory_format=torch.contiguous_format)
+        return grid.taken if in_graph else grid.copied
     if shape and size == math.prod(shape):
         return lambda tile: tile
     start, stop = grid.offset, grid.offset + size

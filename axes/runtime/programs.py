@@ -87,12 +87,12 @@ class Program:
         meshes = self.plan.source.mesh, self.plan.target.mesh
         return tuple([local_step(step, _group(meshes, step)) for step in self.plan.steps if step.takes_part(step.rank)])
 
-    @property
+    @cached_property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.plan.stages
 
-    @property
+    @cached_property
     def sends(self) -> bool:
         """Whether some rank sends something."""
         return self.plan.collectives > 0
@@ -145,9 +145,9 @@ class BoundProgram:
         return self._at(tile, eager=False)
 
     def _at(self, tile: Shape | None, eager: bool) -> Run:
-        """The program by methods of process groups, or by functional collectives.
+        """The program by methods of process groups or by functional collectives.
 
-        tile: in a graph, where its sizes may have symbols of their own. Of what is in a graph listeners don't hear.
+        tile: in a graph the sizes of this rank's tile, which may have symbols of their own; there nobody listens.
         """
         program, wire, stages = self.program, self.program.comm_dtype or self.program.dtype, list[Run]()
         plan, sizes, least = program.plan, self.shape, program.plan.shape
@@ -161,7 +161,7 @@ class BoundProgram:
         multiples = tuple([size // (one or 1) or 1 for size, one in zip(sizes, least, strict=True)])
         sending = [step for step in program.steps if step.group is not None]
         for step in program.steps:
-            how = step, *step.at(multiples)
+            how = tile is not None, step, *step.at(multiples)
             if step.group is None:
                 # A copy of what the rank keeps: a view would hold on to all of the source, and share its memory.
                 stages.append(_through(*how, lambda x, shape: x.view(shape), fresh=True))
@@ -360,12 +360,14 @@ def _side(messages: Sequence[Message], shape: Shape, exchange: Exchange) -> Side
     return Side(arranged(parts), shape, tuple(counts), len(messages) * exchange.padded or start)
 
 
-def _communicating(local: LocalStep, multiples: Shape, shape: Shape, by: str, send: Send, owned: bool) -> Run:
+def _communicating(
+    in_graph: bool, local: LocalStep, multiples: Shape, shape: Shape, by: str, send: Send, owned: bool
+) -> Run:
     """A tile packed, sent by a collective, and unpacked, with as few copies as can be, or none."""
     op, divisor, layers, kind = local.step.op or "sum", local.step.divisor, local.layers, local.step.kind
     if by == "all_reduce":
         return lambda x: send(x, op, owned, divisor)
-    run = functools.partial(_through, local, multiples)
+    run = functools.partial(_through, in_graph, local, multiples)
     if by == "all_gather":
         return run(shape, send)
     if by == "reduce_scatter":
@@ -385,6 +387,7 @@ def _communicating(local: LocalStep, multiples: Shape, shape: Shape, by: str, se
 
 
 def _through(
+    in_graph: bool,
     local: LocalStep,
     multiples: Shape,
     shape: Shape,
@@ -392,7 +395,7 @@ def _through(
     fresh: bool = False,
 ) -> Run:
     """Packed, moved by what gives a tensor of a shape, and unpacked."""
-    pack, unpack = packer(local.sends, multiples, fresh), unpacker(local.receives, multiples, shape)
+    pack, unpack = packer(local.sends, multiples, in_graph, fresh), unpacker(local.receives, multiples, shape)
     if unpack is None:
         return lambda x: move(pack(x), shape)
     flat = (local.receives.size * math.prod(multiples),)
