@@ -58,7 +58,7 @@ class RegionCall(NamedTuple):
 class ModuleFunction:
     """What a region runs of a module: its `forward`, with shards in the places of its parameters.
 
-    mesh: where names are looked up. home: that of the region's tensors, each of whose ranks has a summand of a
+    mesh: where names are looked up. tensor_mesh: that of the region's tensors, each of whose ranks has a summand of a
     gradient. shards: the DTensors that it has met, each with its shard.
     """
 
@@ -66,7 +66,7 @@ class ModuleFunction:
     forward: Callable[..., Any]
     call: RegionCall
     mesh: Mesh | None = None
-    home: Mesh | None = None
+    tensor_mesh: Mesh | None = None
     shards: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class ModuleFunction:
         """The module's results for these shards."""
         state: _State = self.module.__dict__[_STATE]
         with state.shared.lock:
-            state.shared.ran = self.call, self.mesh, self.home
+            state.shared.ran = self.call, self.mesh, self.tensor_mesh
             if torch.is_grad_enabled() and not state.hooked:
                 _hook(self.module)
             _stack.regions.append(self)
@@ -297,7 +297,7 @@ def _check_summed(module: torch.nn.Module, x: torch.Tensor, region: ModuleFuncti
     They are added up along the axes of the parameter's own mesh, and of that which `fully_shard` reduces over.
     """
     own = x.device_mesh if isinstance(x, DTensor) else None
-    missing = region.home and _not_summed(region.home, region.same, own, by_fsdp and by_fsdp.mesh)
+    missing = region.tensor_mesh and _not_summed(region.tensor_mesh, region.same, own, by_fsdp and by_fsdp.mesh)
     if missing:
         lies = "is a plain tensor" if own is None else f"lies on {_axes_of(own)}"
         reduced = f", and fully_shard adds up over {_axes_of(by_fsdp.mesh)}" if by_fsdp else ""

@@ -36,11 +36,11 @@ def check_outputs(region: Region, outputs: Sequence[DTensor], check: Check) -> N
     """Compares results over the ranks that are said to have the same; and later their cotangents."""
     labels = [f"result {place}, '{spec}'," for place, spec in enumerate(region.reading.outputs)]
     pairs = list(zip(labels, outputs, strict=False))
-    _compare(region, check, [claim for pair in pairs for claim in _claims(region.home, *pair)])
+    _compare(region, check, [claim for pair in pairs for claim in _claims(region.tensor_mesh, *pair)])
     for label, y in pairs:
         if y.requires_grad:
             label = f"the gradient of {label}"
-            y.register_hook(lambda g, label=label: _compare(region, check, _claims(region.home, label, g)))
+            y.register_hook(lambda g, label=label: _compare(region, check, _claims(region.tensor_mesh, label, g)))
 
 
 def check_gradients(region: Region, shards: Sequence[torch.Tensor], check: Check) -> None:
@@ -69,7 +69,7 @@ def _compare(region: Region, check: Check, claims: Sequence[Claim]) -> None:
     Equal is equal bit by bit, where NaN is NaN; or up to a tolerance times the largest value. All ranks call it with
     the same claims. In a simulated world, without values, all are true.
     """
-    mesh = region.home
+    mesh = region.tensor_mesh
     if current_world().fake or not claims or mesh.size == 1:
         return
     everyone = group_along(mesh, mesh.axis_names)

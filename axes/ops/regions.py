@@ -135,14 +135,14 @@ def located(error: AxesError, text: str) -> AxesError:
 class Region:
     """What is known once the tensors are: the mesh of the names, and what results take over.
 
-    Results lie on `home`, the mesh of the tensors. `splits` has, for each dim by name, how its
+    Results lie on `tensor_mesh`, the mesh of the tensors. `splits` has, for each dim by name, how its
     tensor splits it; `sizes` its global size. `alone`: of plain shards, whose ranks don't ask each other for
     sizes. Each takes them to be even, so a name has its size only where it is split as on the left.
     """
 
     reading: RegionExpression
     mesh: Mesh
-    home: Mesh
+    tensor_mesh: Mesh
     device_mesh: Any
     splits: Mapping[str, Slots]
     sizes: Mapping[Any, int]
@@ -168,8 +168,8 @@ def region_of(text: str, mesh: Mesh | None, given: bool, specs: tuple[Held, ...]
         mesh = mesh.at(current_world().rank)
     ends = [(sharding_of_spec(each), tuple(each.shape), each.placements) for each in specs]
     found = _made(text, mesh, given, ends, alone)
-    own = [each.mesh for each, (sharding, *_) in zip(specs, ends, strict=True) if sharding.mesh == found.home]
-    return replace(found, device_mesh=own[0] if own else found.home.device_mesh)
+    own = [each.mesh for each, (sharding, *_) in zip(specs, ends, strict=True) if sharding.mesh == found.tensor_mesh]
+    return replace(found, device_mesh=own[0] if own else found.tensor_mesh.device_mesh)
 
 
 def region_of_shardings(expression: str, mesh: Mesh, shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> Region:
@@ -184,18 +184,20 @@ def _made(
 ) -> Region:
     reading = read_region(text)
     check_count("the function is called with", len(ends), reading.inputs, "left")
-    home = _home([sharding.mesh for sharding, *_ in ends])
-    names = _mesh_of_names(mesh, given, home)
-    home = names if home is None else home
-    if home.coordinate is None:
-        raise MeshError(f"rank {home.rank} isn't one of the ranks of {home!r}; only they run a region on it")
+    tensor_mesh = _mesh_of_tensors([sharding.mesh for sharding, *_ in ends])
+    names = _mesh_of_names(mesh, given, tensor_mesh)
+    tensor_mesh = names if tensor_mesh is None else tensor_mesh
+    if tensor_mesh.coordinate is None:
+        raise MeshError(
+            f"rank {tensor_mesh.rank} isn't one of the ranks of {tensor_mesh!r}; only they run a region on it"
+        )
     pairs = enumerate(zip(reading.inputs, ends, strict=False))
     dims = [expanded(spec, len(shape), f"tensor {place}") for place, (spec, (_, shape, _)) in pairs]
     sizes, splits = _sizes(reading, dims, [shape for _, shape, _ in ends]), dict[str, Slots]()
     inputs = [_input(reading, names, place, *each, sizes) for place, each in enumerate(zip(dims, ends, strict=True))]
     for each in inputs:
         _take_over(splits, reading, each)
-    region = Region(reading, names, home, None, splits, sizes, tuple(inputs), alone)
+    region = Region(reading, names, tensor_mesh, None, splits, sizes, tuple(inputs), alone)
     for spec in reading.outputs:
         # What can't be is an error before the function runs and sends anything.
         result_sharding(region, spec, [dim for dim in spec.dims if not has_dots(dim)])
@@ -204,10 +206,10 @@ def _made(
 
 def mesh_of_names(mesh: Mesh | None, given: bool, device_meshes: Sequence[Any]) -> Mesh:
     """Where the names of a region are looked up, by the meshes that the tensors lie on."""
-    return _mesh_of_names(mesh, given, _home([Mesh.from_device_mesh(each) for each in device_meshes]))
+    return _mesh_of_names(mesh, given, _mesh_of_tensors([Mesh.from_device_mesh(each) for each in device_meshes]))
 
 
-def _home(meshes: Sequence[Mesh]) -> Mesh | None:
+def _mesh_of_tensors(meshes: Sequence[Mesh]) -> Mesh | None:
     """The largest of the tensors' meshes, if it has the axes of all; None without tensors."""
     if not meshes:
         return None
@@ -221,12 +223,12 @@ def _home(meshes: Sequence[Mesh]) -> Mesh | None:
     return largest
 
 
-def _mesh_of_names(mesh: Mesh | None, is_given: bool, home: Mesh | None) -> Mesh:
-    found = mesh if home is None or (mesh is not None and mesh.universe == home.universe) else home
+def _mesh_of_names(mesh: Mesh | None, is_given: bool, tensor_mesh: Mesh | None) -> Mesh:
+    found = mesh if tensor_mesh is None or (mesh is not None and mesh.universe == tensor_mesh.universe) else tensor_mesh
     if found is None:
         raise MeshError("a region without tensors needs a mesh: pass mesh=..., or call it inside `with mesh:`")
     if is_given and found is not mesh:
-        raise MeshError(f"mesh= is over other ranks than the tensors: {mesh!r} and {home!r}")
+        raise MeshError(f"mesh= is over other ranks than the tensors: {mesh!r} and {tensor_mesh!r}")
     return found
 
 
@@ -322,7 +324,7 @@ def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> tuple[Sh
     """How a result of these dims lies, on the mesh of the tensors; and the axes over which it is `same`."""
     marked, same = _marked(region.mesh, spec, (), {})
     splits = tuple([_split(region, dim) for dim in dims])
-    sharding = Sharding(region.home, splits, marked.pending, tuple(map(_names, dims, splits)))
+    sharding = Sharding(region.tensor_mesh, splits, marked.pending, tuple(map(_names, dims, splits)))
     check_axes_are_whole(replace(sharding, pending=(*sharding.pending, *[("same", layout) for layout in same])))
     return sharding, same
 
@@ -348,7 +350,7 @@ def _check_new(region: Region, dim: Dim) -> None:
     names = {factor.name for factor in dim.factors}
     for key, split in region.splits.items():
         if split.layouts and names & set(key.strip("()").split()):
-            text = slots_text(region.home, split, (key,) if len(split) == 1 else ())
+            text = slots_text(region.tensor_mesh, split, (key,) if len(split) == 1 else ())
             raise ShardingError(
                 f"{dim} on the right was part of '{key}' on the left, which is {text}; write how it is split now"
             )
@@ -378,7 +380,7 @@ def results_of(region: Region, shapes: tuple[Shape, ...]) -> tuple[tuple[LocalPa
 
 def placed(region: Region, part: LocalPart, placements: Placements, whole: Shape) -> Placed:
     """What a result is outside."""
-    return region.device_mesh, placements, whole, counted_as_same(region.home, placements, part.same)
+    return region.device_mesh, placements, whole, counted_as_same(region.tensor_mesh, placements, part.same)
 
 
 # in torch.compile: a region is the same at every size that its splits divide. Such sizes stay symbols, and the graph is

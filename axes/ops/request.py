@@ -119,8 +119,8 @@ def apply(request: Request, tensors: Sequence[Any], grad: Grad = "resolved", fun
         check_transforms(request.where, tensors)
     if torch.compiler.is_compiling():
         what, sizes = without_sizes(request)
-        home = None if is_local else device_mesh_input(request.mesh, *tensors)
-        return traced(_in_graph, (function, *what), tensors, None if is_local else grad, home, sizes)
+        device_mesh = None if is_local else device_mesh_input(request.mesh, *tensors)
+        return traced(_in_graph, (function, *what), tensors, None if is_local else grad, device_mesh, sizes)
     if is_local and not all(map(is_dense, tensors)):
         tensors = [_dense(request.called, x) for x in tensors]
     made = _kept(request, tuple(map(_SHAPE if is_local else torch_private.spec_of, tensors)))

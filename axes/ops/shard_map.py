@@ -263,7 +263,7 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     region = region_of(*asked, held, plain)
     changes = Changes() if torch.is_grad_enabled() else None
     if of_module is not None:
-        of_module.mesh, of_module.home = region.mesh, region.home
+        of_module.mesh, of_module.tensor_mesh = region.mesh, region.tensor_mesh
     inside = functools.partial(_inside, fn, region.mesh, tree)
     shards, result = on_shards(inside, list(map(used, tensors)), map(_COUNTED, region.inputs), changes)
     if check:
@@ -376,7 +376,7 @@ def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes |
     """What the function has returned, as DTensors. Ranks tell each other the sizes that follow from nothing."""
     parts, found = results_of(region, tuple(map(_SHAPE, results)))
     if found is None:
-        told = told_shapes(_RESULTS.format(region.reading.text), region.home, parts, results[0].device)
+        told = told_shapes(_RESULTS.format(region.reading.text), region.tensor_mesh, parts, results[0].device)
         wholes = list(zip(parts, told, strict=True))
         found = [placed(region, part, placements_of(part, whole), whole) for part, whole in wholes]
     return [enter_global(x, *each, changes) for x, each in zip(results, found, strict=False)]
@@ -404,8 +404,8 @@ def _run_in_graph(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str
         asked = call.named.of_results(asked[0], result), *asked[1:]
     if not found.tensors and not asked[0].partition("->")[2].strip():
         return result
-    given, home = (*tensors, *shards, *found.tensors), device_mesh_input(mesh, *tensors)
-    return found.holding(traced(_entered_in_graph, asked, given, None, home, (len(tensors),)))
+    given, device_mesh = (*tensors, *shards, *found.tensors), device_mesh_input(mesh, *tensors)
+    return found.holding(traced(_entered_in_graph, asked, given, None, device_mesh, (len(tensors),)))
 
 
 def _left_in_graph(text: str, mesh: Mesh | None, given: bool, _: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:

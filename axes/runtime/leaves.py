@@ -24,7 +24,7 @@ from axes.runtime import torch_private
 from axes.runtime.check import waited
 from axes.runtime.graphs import check_groups, guard_whole_sizes, kept, kept_name
 from axes.runtime.groups import of_world
-from axes.runtime.routes import route, settled
+from axes.runtime.routes import resolved, route
 from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 
@@ -70,32 +70,32 @@ def traced(
     what: tuple[Any, ...],
     tensors: Sequence[torch.Tensor],
     grad: str | None,
-    home: Any = None,
+    device_mesh: Any = None,
     numbers: Sequence[Any] = (),
 ) -> Any:
     """`run(*what, numbers, tensors)` as one node of a graph; there, every collective is waited for where it is used.
 
-    A mesh on which no tensor is goes in beside them as `home` (see `device_mesh_input`). Inside a graph nothing is a
-    leaf, and no hook is reached: DTensors that are leaves outside are settled here, where their `grad` is "resolved".
+    A `device_mesh` on which no tensor is goes in beside them (see `device_mesh_input`). Inside a graph nothing is a
+    leaf, and no hook is reached: gradients of leaves outside are resolved here, where their `grad` is "resolved".
     """
     for x in tensors if grad == "pending" else ():
         if x.is_leaf and x.requires_grad:
             leave_pending(x)
     leaves = [grad == "resolved" and isinstance(x, DTensor) and x.is_leaf and x.requires_grad for x in tensors]
-    settle = tuple([leaf and not _is_left_to_fsdp(x) for x, leaf in zip(tensors, leaves, strict=True)])
+    resolve = tuple([leaf and not _is_left_to_fsdp(x) for x, leaf in zip(tensors, leaves, strict=True)])
     check_groups(*[x.device_mesh for x in tensors if isinstance(x, DTensor)])
-    found = _node(kept_name(run, *what), home, settle, tuple(numbers), *tensors)
+    found = _node(kept_name(run, *what), device_mesh, resolve, tuple(numbers), *tensors)
     guard_whole_sizes()
     return found
 
 
 @torch.compiler.allow_in_graph
-def _node(name: str, _: Any, settle: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
+def _node(name: str, _: Any, resolve: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
     run, *what = getattr(kept, name)
     for x in tensors:
         if isinstance(x, DTensor):
             _fix_uneven_sizes(x)
-    return run(*what, numbers, [settled(x) if leaf else x for x, leaf in zip(tensors, settle, strict=True)])
+    return run(*what, numbers, [resolved(x) if leaf else x for x, leaf in zip(tensors, resolve, strict=True)])
 
 
 def _fix_uneven_sizes(x: DTensor) -> None:

@@ -177,7 +177,7 @@ class Move:
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
 
     @cached_property
-    def there(self) -> BoundProgram:
+    def forward(self) -> BoundProgram:
         """From the source to the target."""
         ends = unmarked(self.source)[0], unmarked(self.target)[0]
         return program(*ends, self.dtype, self.comm_dtypes[0], self.shape)
@@ -186,7 +186,7 @@ class Move:
     def way_back(self) -> tuple[BoundProgram, Run | None]:
         """From the target's gradient to the source's: a program, and what makes a summand of its result."""
         arriving, middle, divisor = transposed(self.source, self.target)
-        means = math.prod([step.divisor for step in self.there.program.plan.steps])
+        means = math.prod([step.divisor for step in self.forward.program.plan.steps])
         made = program(arriving, middle, self.dtype, self.comm_dtypes[1], self.shape)
         return made, into_summand(middle, self.source, self.shape, divisor * means)
 
@@ -194,12 +194,12 @@ class Move:
     def idle(self) -> bool:
         """Whether neither the tensor nor its gradient changes."""
         made, last = self.way_back
-        return self.there.program.idle and made.program.idle and last is None
+        return self.forward.program.idle and made.program.idle and last is None
 
     @cached_property
     def has_extreme(self) -> bool:
         """Whether a maximum or a minimum is resolved."""
-        return any(step.op in EXTREMES for step in self.there.program.plan.steps)
+        return any(step.op in EXTREMES for step in self.forward.program.plan.steps)
 
     @cached_property
     def in_turn(self) -> tuple[str, AxisGroup, Move, Move]:
@@ -220,11 +220,11 @@ class Move:
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return run(self.there, x, async_op)
+            return run(self.forward, x, async_op)
         if self.has_extreme:
             op, group, first, rest = self.in_turn
             return rest.apply(extreme(x, op, group) if op in EXTREMES else first.apply(x), async_op)
-        return x if self.idle else both_ways(lambda x: run(self.there, x, async_op), self._back, x)
+        return x if self.idle else both_ways(lambda x: run(self.forward, x, async_op), self._back, x)
 
     def _back(self, g: torch.Tensor) -> torch.Tensor:
         made, last = self.way_back

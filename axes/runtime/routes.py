@@ -132,7 +132,7 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
     return Route(made, result, comm_dtypes, stays)
 
 
-def settled(x: DTensor) -> DTensor:
+def resolved(x: DTensor) -> DTensor:
     """`x`, whose gradient is brought to its own sharding here, nothing pending."""
     spec = torch_private.spec_of(x)
     own = replace(sharding_of_spec(spec), pending=())
@@ -151,13 +151,13 @@ def _back(spec: Spec, source: Sharding, dtype: torch.dtype | None) -> Route:
 def unsharded(x: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
     spec = torch_private.spec_of(x)
-    there = route(spec, Mesh.from_device_mesh(spec.mesh).sharding(" ".join(["_"] * x.ndim)), (None, None))
+    gathering = route(spec, Mesh.from_device_mesh(spec.mesh).sharding(" ".join(["_"] * x.ndim)), (None, None))
 
     def whole(x: DTensor) -> torch.Tensor:
         local = torch_private.local_of(x)
-        return writable(carried(there.made, local), local)
+        return writable(carried(gathering.made, local), local)
 
-    return linear(whole, lambda g: there.back(_replicated(g.contiguous(), there.spec)), x)  # type: ignore[no-any-return]
+    return linear(whole, lambda g: gathering.back(_replicated(g.contiguous(), gathering.spec)), x)  # type: ignore[no-any-return]
 
 
 def _replicated(local: torch.Tensor, spec: Spec) -> DTensor:
