@@ -69,7 +69,11 @@ class Outcome:
 
 
 def outcome(case: Case, number: int, values: bool) -> Outcome:
-    """What comes of a call. Memory that there isn't is torch's to say, in a class that programs catch."""
+    """What comes of a call.
+
+    Memory that there isn't is torch's to say, in a class that programs catch, and so is a dtype in which it can't
+    compute. An object whose own methods raise says it itself.
+    """
     torch.manual_seed(number)
     began = time.thread_time()
     try:
@@ -81,6 +85,8 @@ def outcome(case: Case, number: int, values: bool) -> Outcome:
     except Exception as error:
         if isinstance(error, RuntimeError) and "allocate memory" in str(error):
             return Outcome("no memory", "", 0.0)
+        if "of a hostile object" in str(error) or isinstance(error, NotImplementedError):
+            return Outcome(type(error).__name__, "", 0.0)
         where = traceback.extract_tb(error.__traceback__)
         ours = [f"{at.filename.removeprefix(HOME)}:{at.lineno}" for at in where if at.filename.startswith(HOME)]
         return Outcome("fault", "", 0.0, f"{type(error).__name__}: {str(error)[:200]} at {' '.join(ours[-3:])}")

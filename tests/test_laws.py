@@ -84,6 +84,7 @@ FEATURES = {
     "stride strided": 200,
     "stride offset": 200,
     "stride expanded": 200,
+    "stride lazy": 200,
     "float32": 40,
     "bfloat16": 40,
     "int64": 40,

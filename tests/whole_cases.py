@@ -417,7 +417,11 @@ def laid(x: torch.Tensor, how: str) -> torch.Tensor:
         return room[3:].view(x.shape)
     if how == "expanded" and x.ndim and x.shape[0] and torch.equal(x, row := x[:1].expand_as(x)):
         return row
-    assert how in ("dense", "expanded"), how
+    if how == "lazy" and x.is_complex():  # a view that conjugates, or that negates
+        return x.conj().resolve_conj().conj()
+    if how == "lazy" and x.dtype in (torch.float32, torch.float64):
+        return torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert how in ("dense", "expanded", "lazy"), how
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -634,7 +638,7 @@ def resolved(x: torch.Tensor, grid: Grid, spec: str, shape: Sequence[int]) -> to
         assert tuple(mine.shape) == tuple(known.shape), f"{list(mine.shape)} for {list(known.shape)} by '{spec}'"
         seen = ~known.isnan()
         assert torch.allclose(known[seen], mine[seen], equal_nan=True), f"replicas by '{spec}' differ"
-        value.numpy()[at] = mine.numpy()
+        value.numpy()[at] = mine.resolve_conj().resolve_neg().numpy()
     for at in range(len(entries)):
         merged: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for key, value in values.items():
@@ -815,7 +819,7 @@ PATIENT = {2: Grid("w=2", patience=TIMEOUT + 1), 4: Grid("v=2 w=2", ("vw = v w",
 EXTENTS = (0, 1, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 12, 12, 16, 24)
 FLOATS = (torch.float64,) * 6 + (torch.float32, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.complex128)
-LAYOUTS = ("dense", "dense", "transposed", "strided", "offset", "expanded")
+LAYOUTS = ("dense", "dense", "transposed", "strided", "offset", "expanded", "lazy")
 OPS = ("sum", "sum", "mean", "max", "min")
 
 

@@ -76,8 +76,12 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     found = tuple(values) if isinstance(values, tuple | list) else tuple_of(values)
     if found is None or _PLAIN.issuperset(map(type, found)):
         return found
-    numbers = tuple(map(whole_number, found))
-    return None if None in numbers else numbers  # type: ignore[return-value]
+    numbers = []
+    for value in found:  # up to the first that is none: a text may be long
+        if (number := whole_number(value)) is None:
+            return None
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def checked_shape(shape: object) -> tuple[int, ...]:

@@ -207,7 +207,7 @@ def checked_padding(padding_idx: object, rows: int | None = None) -> int | None:
     if padding_idx is None:
         return None
     found = whole_number(padding_idx)
-    if found is None:
+    if found is None or not -(2**63) <= found < 2**63:
         raise ShardingError(f"embedding's padding_idx is the number of a row; found {shown(padding_idx)}")
     if rows is not None and not -rows <= found < rows:
         raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {shown(found)}")

@@ -81,13 +81,13 @@ def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torc
     """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
     if type(local) not in PLAIN:
         local = waited(local)
+    sent = local.resolve_conj().resolve_neg().contiguous()  # a view may conjugate or negate where it is read
     if type(local) not in PLAIN:
-        return made.traced_at(tuple(local.shape))(local.contiguous())
+        return made.traced_at(tuple(local.shape))(sent)
     # What `collective` does, at no price where nobody listens: ranks compare the program, and listeners hear of its
     # steps.
     if flags.check:
         compare_operation(made.operation)
-    sent = local.contiguous()
     try:
         if not async_op:
             return made.eager(sent)

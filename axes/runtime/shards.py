@@ -37,6 +37,9 @@ Known = tuple[int | None, ...]
 
 _RANKS_SHOWN = 16
 
+_MOST_DIMS = 64
+"""How many dims a tensor has at most, to torch."""
+
 
 class LocalPart(NamedTuple):
     """What this rank has of a tensor: how that is sharded, the local shape, and what is known of the whole one.
@@ -122,19 +125,19 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch
     group, ranks = _tellers(mesh, told_dims)
     if group.fake:
         return [part.even for part in parts]
-    mine = torch.tensor([size for part in parts for size in part.local], dtype=torch.int64, device=device)
-    rows = all_gather(mine[None], 0, group).tolist()
-    totals = list(map(sum, zip(*rows, strict=True)))
-    found, at = [], 0
-    for part in parts:
-        stop = at + len(part.local)
-        sizes = zip(part.known, totals[at:stop], part.sharding.dims, strict=True)
+    # As many numbers from each rank, whose tensor may have another number of dims.
+    mine = torch.full((len(parts), _MOST_DIMS), -1, dtype=torch.int64)
+    for row, part in zip(mine, parts, strict=True):
+        row[: len(part.local)] = torch.tensor(part.local, dtype=torch.int64)
+    every, found = all_gather(mine[None].to(device), 0, group).cpu(), []
+    most = int((every >= 0).sum(2).max())
+    for part, rows in zip(parts, zip(*every[:, :, :most].tolist(), strict=True), strict=True):
+        sizes = zip(part.known, map(sum, zip(*rows, strict=True)), part.sharding.dims, strict=False)
         whole = tuple([total * dim.pieces // len(rows) if size is None else size for size, total, dim in sizes])
-        told = [tuple(row[at:stop]) for row in rows]
+        told = [tuple([size for size in row if size >= 0]) for row in rows]
         if told != _shares(part.sharding, whole, ranks):
             raise SizeError(_unequal(what, part, whole, told, ranks))
         found.append(whole)
-        at = stop
     return found
 
 
