@@ -126,10 +126,8 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch
     if group.fake:
         return [part.even for part in parts]
     # As many numbers from each rank, whose tensor may have another number of dims.
-    mine = torch.full((len(parts), _MOST_DIMS), -1, dtype=torch.int64)
-    for row, part in zip(mine, parts, strict=True):
-        row[: len(part.local)] = torch.tensor(part.local, dtype=torch.int64)
-    every, found = all_gather(mine[None].to(device), 0, group).cpu(), []
+    mine = [[*part.local, *[-1] * (_MOST_DIMS - len(part.local))] for part in parts]
+    every, found = all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0, group).cpu(), []
     most = int((every >= 0).sum(2).max())
     for part, rows in zip(parts, zip(*every[:, :, :most].tolist(), strict=True), strict=True):
         sizes = zip(part.known, map(sum, zip(*rows, strict=True)), part.sharding.dims, strict=False)

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,14 @@ _WIDTH = len(_NULL)
 
 
 class Recorder:
-    """Writes the trace of this process to a file."""
+    """Writes the trace of this process to a file.
+
+    open: the recorders of this process by the path that was asked for, until it isn't any more. begun: the last files
+    that it has begun, in which it goes on; it writes over those of a job before.
+    """
+
+    open: ClassVar[dict[str, Recorder]] = {}
+    begun: ClassVar[deque[Path]] = deque(maxlen=4096)
 
     def __init__(self, path: str):
         self.path = Path(path)
@@ -136,7 +143,7 @@ class Recorder:
         self._ends: deque[tuple[Any, Any, Any, int]] = deque()
         self._numbers = self._used = self._start = 0
         try:
-            again = self.path in _begun
+            again = self.path in Recorder.begun
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | (0 if again else os.O_TRUNC), 0o644)
             self._start = os.fstat(self._file).st_size // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             self._used = os.fstat(self._file).st_size - self._start
@@ -146,7 +153,7 @@ class Recorder:
         except ValueError as error:  # Python's, for text that is no path: one with "\\0", or a lone surrogate
             raise AxesError(f"the trace can't be written: {shown(path)} is no path of a file ({error})") from error
         if not again:
-            _begun.append(self.path)
+            Recorder.begun.append(self.path)
         self._clock = perf_counter_ns()
         self._put(_line(self._header()))
 
@@ -223,7 +230,10 @@ class Recorder:
         return number
 
     def _number_of_place(self, code: CodeType, instruction: int) -> int:
-        self._codes[id(code)] = code  # which lives as long, so that no other has its id
+        if len(self._codes) >= _MOST:
+            self._places.clear()
+            self._codes.clear()
+        self._codes[id(code)] = code  # which lives as long as its places are known, so that no other has its id
         said = {"place": line_of_code(code, instruction)}
         return self._number_of("at", said, self._places, (id(code), instruction))
 
@@ -296,13 +306,6 @@ _END_AT = len(_NULL + b"}\n")
 _GPU_AT = len(_NULL + _GPU + _NULL + b"}\n")
 
 
-_open: dict[str, Recorder] = {}
-"""The recorders of this process by the path that was asked for, until it isn't any more."""
-
-_begun: deque[Path] = deque(maxlen=4096)
-"""The last files that it has begun: it goes on in them, and writes over those of a job before."""
-
-
 def _line(said: dict[str, Any]) -> bytes:
     return json.dumps(said, separators=(",", ":")).encode() + b"\n"
 
@@ -355,7 +358,7 @@ def path_for(wanted: str, rank: int) -> str:
 
 def recorder() -> Recorder:
     """That of the file which is asked for now; made where there is none yet. `AxesError` where it can't be."""
-    return _open.get(flags.trace) or _opened(flags.trace)
+    return Recorder.open.get(flags.trace) or _opened(flags.trace)
 
 
 _opening = threading.Lock()
@@ -364,8 +367,8 @@ _opening = threading.Lock()
 def _opened(wanted: str) -> Recorder:
     """The recorder of a path; of threads that begin at the same time one makes it."""
     with _opening:
-        if (found := _open.get(wanted)) is None:
-            found = _open[wanted] = Recorder(path_for(wanted, _place_in_job()[0]))
+        if (found := Recorder.open.get(wanted)) is None:
+            found = Recorder.open[wanted] = Recorder(path_for(wanted, _place_in_job()[0]))
             # At the end of the program, and of a process that another has forked, which `atexit` doesn't serve.
             multiprocessing.util.Finalize(None, stop, (wanted,), exitpriority=0)
     return found
@@ -373,16 +376,16 @@ def _opened(wanted: str) -> Recorder:
 
 def stop(path: str) -> None:
     """Closes the file of a path that was asked for."""
-    if (found := _open.pop(path, None)) is not None:
+    if (found := Recorder.open.pop(path, None)) is not None:
         found.close()
 
 
 def _forked() -> None:
     """In a process that was forked from one which writes a trace: that isn't its own, and it writes none."""
-    if _open:
-        for found in _open.values():
+    if Recorder.open:
+        for found in Recorder.open.values():
             found.leave()
-        _open.clear()
+        Recorder.open.clear()
         flags.say({**flags.said, "trace": ""})
 
 
