@@ -13,10 +13,9 @@ Five elements over axes of size 2 and 2 are cut into 3 and 2, then each into 2 a
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, product, starmap
+from itertools import chain, product
 
 from axes.algebra.layout import Digit
 
@@ -155,7 +154,7 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def count(runs: Runs) -> int:
     """How many indices the runs hold."""
-    return -sum(starmap(operator.sub, runs))
+    return sum([stop - start for start, stop in runs])
 
 
 def tile_shape(held: Tile) -> tuple[int, ...]:

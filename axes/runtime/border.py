@@ -254,8 +254,8 @@ def _enter(local: torch.Tensor, spec: Spec, counted: Placements, changes: Change
     def back(cotangent: DTensor) -> torch.Tensor:
         if changes is not None:
             changes.tell()
-        there, by, last = _entering(spec, counted, torch_private.spec_of(cotangent))
-        local = leave_global(there.take(cotangent), by, changes)
+        move, by, last = _entering(spec, counted, torch_private.spec_of(cotangent))
+        local = leave_global(move.take(cotangent), by, changes)
         return local if last is None else last(local)
 
     # What becomes of a DTensor's copies is said where it becomes a plain tensor: a result has none but in a region.
@@ -281,11 +281,11 @@ def _entering(value: Spec, counted: Placements, cotangent: Spec) -> tuple[Route,
     whole = sharding_of_placements(value.mesh, counted, len(shape))
     middle = gradient_sharding(whole, sharding_of_spec(cotangent), shape)
     framed = middle.at(shape), replace(whole, pending=()).at(shape)
-    there = route(spec_at(cotangent, vary(cotangent.shape, cuts_of(*framed))), middle, (None, None))
+    move = route(spec_at(cotangent, vary(cotangent.shape, cuts_of(*framed))), middle, (None, None))
     # What is pending as a mean is one of each rank: summands of it are smaller.
-    means = [_pending_size(value.mesh, each, "avg", "mean") for each in (counted, there.spec.placements)]
+    means = [_pending_size(value.mesh, each, "avg", "mean") for each in (counted, move.spec.placements)]
     last = into_summand(*framed, shape, copies(whole, middle) * math.prod(means))
-    return there, _still_same(value.placements, counted, there.spec.placements), last
+    return move, _still_same(value.placements, counted, move.spec.placements), last
 
 
 # tensors that aren't arguments

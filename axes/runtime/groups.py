@@ -200,6 +200,10 @@ def time_limit(device_type: str) -> timedelta:
     return current_world().timeout or torch_private.default_timeout(device_type)
 
 
+_NO_HASH = "unhashable type: non-nested SymInt"
+"""What torch says of a symbolic size that is looked up (2.11 to 2.15)."""
+
+
 def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A cache of up to `maxsize` results that lives on the running world, and goes with it.
 
@@ -221,7 +225,7 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return cache(*key)
             except TypeError as error:
-                if "SymInt" not in str(error):
+                if str(error) != _NO_HASH:
                     raise
             return make(*key, **none)
 

@@ -45,7 +45,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain
+from itertools import chain, takewhile
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -486,9 +486,7 @@ def _changed(source: State, target: State) -> tuple[Digit, ...]:
     """
     found: dict[Digit, None] = {}
     for at, (one, two) in enumerate(zip(source.splits, target.splits, strict=True)):
-        same = 0
-        while one[same : same + 1] == two[same : same + 1] != ():
-            same += 1
+        same = sum([1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))])
         alone = source.free if same == len(one) and source.space.sizes[at] % target.pieces[at] == 0 else ()
         after = digits_of((one[same:], two[same:]))
         found.update(dict.fromkeys([digit for digit in after if digit not in alone]))
