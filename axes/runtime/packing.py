@@ -45,27 +45,27 @@ class Grid(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many they are."""
+        """How many elements there are."""
         return math.prod(self.sizes)
 
     @property
     def is_run(self) -> bool:
-        """Whether they are one stretch, in order."""
+        """Whether the elements are one contiguous stretch, in order."""
         return self.strides == (1,)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Those of a contiguous tensor that isn't a result of a graph, as a view."""
+        """The grid's elements of a contiguous tensor, as a view. The tensor is no result of a graph."""
         return x.as_strided(self.sizes, self.strides, x.storage_offset() + self.offset)
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """The same as a copy."""
+        """A copy of the grid's elements of a contiguous tensor. The tensor is no result of a graph."""
         return torch.as_strided_copy(x, self.sizes, self.strides, x.storage_offset() + self.offset)
 
     def taken(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy of those of a contiguous tensor in a graph.
+        """A copy of the grid's elements of a contiguous tensor in a graph.
 
-        They are found by their numbers: inductor may keep a tensor of the graph in another order of dims, in which
-        `as_strided` finds other elements.
+        The elements are found by their numbers: inductor may keep a tensor of the graph in another order of dims, in
+        which `as_strided` finds other elements.
         """
         numbers = torch.zeros((), dtype=torch.int64, device=x.device)
         for size, stride in zip(self.sizes, self.strides, strict=True):
