@@ -292,10 +292,10 @@ class Universe:
             return range(first, first + len(positions) * positions.step * step, positions.step * step)
         return [self.ranks[position] for position in positions]
 
-    def line(self, layout: Layout, rank: int) -> Sequence[int]:
-        """The global ranks on the layout's line through `rank`, in the order of the layout.
+    def group(self, layout: Layout, rank: int) -> Sequence[int]:
+        """The global ranks of the group of `rank` along a layout, in the order of the layout.
 
-        >>> Universe.of(range(8)).line(Layout((2,), (4,)), 5)
+        >>> Universe.of(range(8)).group(Layout((2,), (4,)), 5)
         range(1, 9, 4)
         """
         position = self.position(rank)

@@ -245,7 +245,7 @@ class Mesh(providers.Pictured):
         None where the rank isn't in the universe. A range where the ranks are evenly spaced.
         """
         rank = self.rank if rank is None else checked_rank("a rank", rank)
-        return None if self.universe.position(rank) is None else self.universe.line(checked_layout(layout), rank)
+        return None if self.universe.position(rank) is None else self.universe.group(checked_layout(layout), rank)
 
     def _position(self, rank: int | None = None) -> int:
         """Where a global rank, this one by default, lies in the universe; `MeshError` for one outside."""
@@ -574,7 +574,7 @@ class Axis:
         [4, 5, 6, 7]
         """
         universe = self.mesh.universe
-        return universe.line(self.layout, universe.ranks[self.mesh._position(rank)])
+        return universe.group(self.layout, universe.ranks[self.mesh._position(rank)])
 
     def all_ranks(self) -> list[Sequence[int]]:
         """The ranks of every line along the axis; each rank of the universe is in one.

@@ -140,7 +140,7 @@ class Step:
         if not self.takes_part(rank):
             return ()
         if self.layout is not None:
-            return self.source.universe.line(self.layout, rank)
+            return self.source.universe.group(self.layout, rank)
         return ranks_of_both(self.source.universe, self.target.universe)
 
     def takes_part(self, rank: int) -> bool:

@@ -201,14 +201,14 @@ def _axes(mesh: Mesh, spec: str, place: grammar.Place | None) -> tuple[Layout, .
     return () if place is None else mesh.splits(place.names)
 
 
-def _kept(mesh: Mesh, home: Mesh, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
-    """Layouts that split something on `home` as those of axes of `mesh`."""
+def _kept(mesh: Mesh, source: Mesh, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
+    """Layouts that split something on `source` as those of axes of `mesh`."""
     found: list[Layout] = []
     for layout in layouts:
-        name = home.called(layout)
-        if mesh.universe != home.universe:
+        name = source.called(layout)
+        if mesh.universe != source.universe:
             raise ShardingError(
-                f"'*' stands for '{name}' of {home!r}, which {mesh!r} on other ranks hasn't; write its axes"
+                f"'*' stands for '{name}' of {source!r}, which {mesh!r} on other ranks hasn't; write its axes"
             )
         parts = mesh.parts(layout)
         if not {*mesh.namespace.values()}.issuperset(parts):

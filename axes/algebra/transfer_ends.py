@@ -77,7 +77,7 @@ def on_own_ranks(sharding: Sharding) -> Sharding:
             f"mesh[{names}] is another one on each rank; a transfer is the same on all. "
             f"Say which one it is, by one of its ranks: mesh.at(rank)[{names}]"
         )
-    ranks = mesh.universe.line(mesh.extent, mesh.rank)
+    ranks = mesh.universe.group(mesh.extent, mesh.rank)
 
     def moved(layout: Layout) -> Layout:
         extent, cut = digits(mesh.extent, layout)

@@ -102,7 +102,7 @@ def connect(
     if whole.size < whole.universe.size:
         named = ", ".join(f"'{axis}'" for axis in whole.axis_names)
         text = " ".join(f"{axis}={size}" for axis, size in whole.shape.items())
-        line = [int(rank) for rank in whole.universe.line(whole.extent, whole.rank)]
+        line = [int(rank) for rank in whole.universe.group(whole.extent, whole.rank)]
         raise MeshError(
             f"mesh[{named}] is another one on each rank, and all ranks of the mesh of a link are one job. Connect by "
             f"the whole mesh; or by one of these ranks alone, like axes.init_mesh({text!r}, ranks={line})"

@@ -184,7 +184,7 @@ class BoundProgram:
         program, made = self.program, self.program.plan
         mesh, other = made.source.mesh, made.target.mesh
         if mesh.universe == other.universe:
-            members = Universe.of(sorted(mesh.universe.line(mesh.extent, made.rank))).ranks
+            members = Universe.of(sorted(mesh.universe.group(mesh.extent, made.rank))).ranks
         else:
             members = _union_of(mesh, other).universe.ranks
         return Operation(

@@ -424,7 +424,7 @@ def _by_rank(sharding: Sharding, shape: Shape) -> list[tuple[Shape, str]]:
     if mesh.size > _LISTED:
         return [(sharding.local_shape(shape), f"rank {mesh.rank}, others differ")]
     found: dict[Shape, list[int]] = {}
-    for rank in mesh.universe.line(mesh.layout_of_all, mesh.rank):
+    for rank in mesh.universe.group(mesh.layout_of_all, mesh.rank):
         found.setdefault(sharding.local_shape(shape, rank), []).append(rank)
     if len(found) == 1:
         return [(shape, "every rank") for shape in found]

@@ -139,7 +139,7 @@ def _groups(step: Step, width: int) -> str:
     count = f"{many} of {step.group_size:,}: "
 
     def group(number: int) -> str:
-        return short_ranks(universe.line(layout, universe.ranks[firsts.offset(number)]), width - len(count))
+        return short_ranks(universe.group(layout, universe.ranks[firsts.offset(number)]), width - len(count))
 
     return count + joined(firsts.size, group, ", ", width - len(count), f"{group(0)}, {LEFT_OUT}")
 

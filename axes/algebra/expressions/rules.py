@@ -62,10 +62,19 @@ def recipe(
     """
     reading = read(kind, text, tuple(map(len, shapes)))
     with naming(text):
-        home = _mesh_of_result(reading, mesh, shardings)
-        actual = tuple([None if s is None else s.on(home).sized(n) for s, n in zip(shardings, shapes, strict=True)])
-        whole, assumed = sizes_of_atoms(reading, home, actual[0] is not None, shapes, dict(sizes))
-        found = _kept(home.rank, reading, home, actual, tuple(_small(reading, home, actual, whole).items()), op)
+        result_mesh = _mesh_of_result(reading, mesh, shardings)
+        actual = tuple(
+            [None if s is None else s.on(result_mesh).sized(n) for s, n in zip(shardings, shapes, strict=True)]
+        )
+        whole, assumed = sizes_of_atoms(reading, result_mesh, actual[0] is not None, shapes, dict(sizes))
+        found = _kept(
+            result_mesh.rank,
+            reading,
+            result_mesh,
+            actual,
+            tuple(_small(reading, result_mesh, actual, whole).items()),
+            op,
+        )
     found = replace(found, sizes=tuple(whole.items()))
     if kind == "reduce" and assumed:
         found = replace(found, counted=_counted(found, reading, assumed))
@@ -74,7 +83,7 @@ def recipe(
         expected = operand.tensor.local_shape(extents)
         if expected != tuple(shape):
             raise SizeError(
-                f"the shard of {list(extents)} on rank {home.rank} is {list(expected)} by "
+                f"the shard of {list(extents)} on rank {result_mesh.rank} is {list(expected)} by "
                 f"'{term.spec}'; found {list(shape)}\nin  {text}"
             )
     return found
@@ -123,14 +132,14 @@ def _counted(found: Recipe, reading: Reading, assumed: Collection[str]) -> tuple
 def _kept(
     _: int,
     reading: Reading,
-    home: Mesh,
+    mesh: Mesh,
     shardings: tuple[Sharding | None, ...],
     sizes: tuple[tuple[str, int], ...],
     op: str,
 ) -> Recipe:
     """The recipe for tensors whose atoms have these sizes, kept for a rank."""
-    _check_axes(reading, home)
-    return _Result(Operands(reading, home, shardings, dict(sizes)), op).recipe()
+    _check_axes(reading, mesh)
+    return _Result(Operands(reading, mesh, shardings, dict(sizes)), op).recipe()
 
 
 # --- the mesh that the result lies on, and what the axes of the text mean there
@@ -145,17 +154,17 @@ def _mesh_of_result(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding |
             raise MeshError(f"{unknown_axis(name, mesh.namespace)}\n{pointed(reading.text, *places[0].span)}")
     if not meshes:
         return mesh
-    home = meshes[0]
-    other = next((m for m in meshes[1:] if m.universe != home.universe or m.layouts != home.layouts), None)
+    first = meshes[0]
+    other = next((m for m in meshes[1:] if m.universe != first.universe or m.layouts != first.layouts), None)
     if other is not None:
         raise MeshError(
-            f"the tensors are on two meshes, {home!r} and {other!r}; bring both onto one that has the axes of both: "
+            f"the tensors are on two meshes, {first!r} and {other!r}; bring both onto one that has the axes of both: "
             "axes.reshard(x, spec, mesh=...) moves a tensor to other ranks, and "
             f"axes.from_local(axes.to_local(x), spec, mesh=...) takes it to more axes of the same\nin  {reading.text}"
         )
-    if mesh.universe != home.universe:
-        raise MeshError(f"the tensor is on {home!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
-    return home._knowing(mesh, [name for name in reading.axes if name in mesh.namespace])
+    if mesh.universe != first.universe:
+        raise MeshError(f"the tensor is on {first!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
+    return first._knowing(mesh, [name for name in reading.axes if name in mesh.namespace])
 
 
 def _check_axes(reading: Reading, mesh: Mesh) -> None:

@@ -456,8 +456,8 @@ def _listed(
     What stays pending isn't mixed.
     """
     one, two, space = source.sharding, target.sharding, source.space
-    line = source.resolved(resolved)
-    group = descending((*line.free, *digits_of(line.splits))) if one.universe == two.universe else None
+    left = source.resolved(resolved)
+    group = descending((*left.free, *digits_of(left.splits))) if one.universe == two.universe else None
     members = None if group is None else Layout._joined(group)
     how = members, one.universe.ranks[0], Layout._joined(resolved), space.ranks_per_node
     found = group_between(one, two, space.shape, *how)

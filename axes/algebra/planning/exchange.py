@@ -113,10 +113,10 @@ class GroupSide:
         layers: Layout = Layout(),  # noqa: B008 - layouts are immutable
     ):
         self.pieces, self.layers = pieces, layers.size
-        line = Layout((universe.size,), (1,)) if members is None else members
-        positions = line.offsets(first)
+        layout = Layout((universe.size,), (1,)) if members is None else members
+        positions = layout.offsets(first)
         columns = [[*map(each.coordinate, positions)] for each in (layers, *[each.layout for each in pieces])]
-        self.lines = list(map(_line, pieces, columns[1:]))
+        self.spans = list(map(_spans, pieces, columns[1:]))
         self.ranks: dict[Held, list[int]] = {}
         for held, rank in zip(zip(*columns, strict=True), universe.pick(positions), strict=True):
             self.ranks.setdefault(held, []).append(rank)
@@ -129,26 +129,26 @@ class GroupSide:
 
     def meeting(self, tile: Tile) -> Iterator[Held]:
         """The tiles of the group that share elements with a tile."""
-        return product(range(self.layers), *map(_meeting, self.lines, tile))
+        return product(range(self.layers), *map(_meeting, self.spans, tile))
 
 
-Line = list[tuple[int, int, int]]
+Spans = list[tuple[int, int, int]]
 """`(stop, start, number)` of runs that aren't empty, ascending: each index is in one at most."""
 
 
-def _line(pieces: Pieces, numbers: Iterable[int]) -> Line:
+def _spans(pieces: Pieces, numbers: Iterable[int]) -> Spans:
     """The pieces of a dim with these numbers."""
     runs = [(stop, start, number) for number in {*numbers} for start, stop in pieces.runs[number] if stop > start]
     return sorted(runs)
 
 
-def _meeting(line: Line, runs: Runs) -> list[int]:
+def _meeting(spans: Spans, runs: Runs) -> list[int]:
     """The numbers of the pieces that share elements with these runs, ascending."""
     found: set[int] = set()
     for start, stop in runs:
-        at = bisect_right(line, start, key=itemgetter(0))
-        while start < stop and at < len(line) and line[at][1] < stop:
-            found.add(line[at][2])
+        at = bisect_right(spans, start, key=itemgetter(0))
+        while start < stop and at < len(spans) and spans[at][1] < stop:
+            found.add(spans[at][2])
             at += 1
     return sorted(found)
 
@@ -310,7 +310,7 @@ def group_between(
         assert first is not None, "a group that steps through digits is of the ranks of both sides"
         pieces = list(map(pieces_of, end.dims, end._extents(shape)))
         sides.append(GroupSide(end.universe, pieces, members, first, layers))
-    ranks = ranks_of_both(source.universe, target.universe) if members is None else source.universe.line(members, rank)
+    ranks = ranks_of_both(source.universe, target.universe) if members is None else source.universe.group(members, rank)
     return GroupExchange(sides[0], sides[1], tuple(ranks), ranks_per_node)
 
 
