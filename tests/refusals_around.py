@@ -63,6 +63,7 @@ ROWS = (
     ("axes.show('dp=2 tp=4')", "ShardingError", "read the text first: axes.Mesh(text), mesh.sharding(text) or axes.plan(source, target, shape)"),
     ("axes.show(torch.ones(2))", "ShardingError", "a plain tensor lies on this rank alone; axes.shard(x, spec, mesh=mesh) makes a DTensor of it"),
     ("axes.show(mesh, (8, 8))", "ShardingError", "axes.show takes a shape with a Sharding alone; found (8, 8) with a Mesh"),
+    ("axes.show(mesh.sharding('a b'), (8, 10**5000))", "SizeError", "a tensor has fewer than 2**63 elements; found the shape"),
     ("axes.show(mesh.sharding('a'), (8, 8))", "ShardingError", "the spec 'a' has 1 dims, the tensor 2: [8, 8]"),
     ("axes.show(mesh.sharding('a'), '8')", "SizeError", "a shape is whole numbers from 0; found '8'"),
     ("axes.show(mesh, rank=8)", "MeshError", "rank 8 isn't one of the ranks of"),

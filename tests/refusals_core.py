@@ -115,7 +115,7 @@ MOVED = (
         ("'b s d | sum@tp'", "the source has nothing"),
         ("'b (h=5@tp e) d'", "don't multiply to the dim"),
         ("'b (h=3@tp e) d'", "doesn't divide into 2 parts"),
-        ("'b s'", "the spec has 2 dims, the tensor 3"),
+        ("'b s'", "the spec 'b s' has 2 dims, the tensor 3; write a name for each dim, or '...' for the others"),
         ("'... d@tp e f g'", "the spec has 4 dims beside '...', the tensor has 3"),
         ("'b s d | same@tp'", "about gradients of plain tensors"),
         ("'b@dp s d -> b s d'", "write only what it becomes"),

@@ -55,7 +55,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # models
     (f"{LINEAR}; {SHARD}{{'*': '...'}}, heads=3)", "SizeError", "a size is given for 'heads', which is no option and isn't in any spec"),
     (f"{LINEAR}; {SHARD}{{'weight': 'mlp', '*': '...'}}, rules={RULES})", "ShardingError", "weight [6, 4], 'mlp': the spec 'mlp' has 1 dims, the tensor 2"),
-    ("axes.shard_module(MLP(), {'*.weight': 'a@tp b', '*': '...'})", "ShardingError", "norm.weight [8], 'a@tp b': the spec 'a@tp b' has 2 dims, the tensor 1: [8]\nnorm.weight is of RMSNorm, and '*.weight' is about it; if that is too wide, put 'norm.weight' before it"),
+    ("axes.shard_module(MLP(), {'*.weight': 'a@tp b', '*': '...'})", "ShardingError", "norm.weight [8], 'a@tp b': the spec 'a@tp b' has 2 dims, the tensor 1: [8]; write a name for each dim, or '...' for the others\nnorm.weight is of RMSNorm, and '*.weight' is about it; if that is too wide, put 'norm.weight' before it"),
     (f"{LINEAR}; {SHARD}{{'*': '...'}}, {{'wei*': mesh['tp']}})", "ShardingError", "no pattern of mesh= is about\n  bias  [6]\n", "'*': mesh"),
     (f"{LINEAR}; {SHARD}{{'*': '...'}}, {{'wieght': mesh['tp'], '*': mesh}})", "ShardingError", "no parameter or buffer matches\n  'wieght'; did you mean 'weight'"),
     (f"{LINEAR}; {SHARD}{{'*': '...'}}, {{'*': mesh['tp'], 'w*': mesh['dp']}})", "ShardingError", "the pattern 'w*' never applies: '*' stands before it"),

@@ -58,6 +58,16 @@ INSIDE = {
 HOME = str(Path(axes.__file__).parent)
 
 
+NOT_OURS = (
+    "of a hostile object",
+    "not implemented for",
+    "not supported on quantized tensors",
+    'is missing the required "forward" function',
+)
+"""What an argument says itself: an object whose method raises, a tensor in which torch can't compute, a module that has
+nothing to run and is given as the function of a reduction."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a call ended: with what result or error, in how many seconds of this thread; and what is wrong with that."""
@@ -85,7 +95,7 @@ def outcome(case: Case, number: int, values: bool) -> Outcome:
     except Exception as error:
         if isinstance(error, RuntimeError) and "allocate memory" in str(error):
             return Outcome("no memory", "", 0.0)
-        if "of a hostile object" in str(error) or "not implemented for" in str(error):
+        if any(said in str(error) for said in NOT_OURS):
             return Outcome(type(error).__name__, "", 0.0)
         where = traceback.extract_tb(error.__traceback__)
         ours = [f"{at.filename.removeprefix(HOME)}:{at.lineno}" for at in where if at.filename.startswith(HOME)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -155,6 +155,13 @@ def _written(value: Any, write: Callable[[Any], str]) -> str:
         return f"{type(value).__name__} too long to show"
     except Exception:  # of the value's own class
         return f"a {type(value).__name__}"
+
+
+def wrong_dims(spec: object, found: int, ndim: int, shape: Sequence[object] = ()) -> ShardingError:
+    """The error for a spec of so many dims, where the tensor has others."""
+    sizes = f": {shown(list(shape))}" if shape else ""
+    advice = "write a name for each dim, or '...' for the others" if ndim else "that of a scalar is empty"
+    return ShardingError(f"the spec '{spec}' has {found} dims, the tensor {ndim}{sizes}; {advice}")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion, wrong_dims
 from axes.algebra.grammar import (
     UNSPLIT,
     Dim,
@@ -247,7 +247,7 @@ def _extents(tree: Spec, spec: str, shape: tuple[int, ...] | None, sizes: dict[s
         return known
     dims = without_dots(tree.dims, [UNSPLIT] * (len(shape) + 1 - len(tree.dims)))
     if len(dims) != len(shape):
-        raise ShardingError(f"the spec '{spec}' has {len(dims)} dims, the tensor {len(shape)}: {list(shape)}")
+        raise wrong_dims(spec, len(dims), len(shape), shape)
     products = []
     for number, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         numbers = {f"{f.size}#{number}.{at}": f.size or 1 for at, f in enumerate(dim.factors) if f.name is None}

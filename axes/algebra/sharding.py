@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from axes.algebra import providers
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shown
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shown, wrong_dims
 from axes.algebra.grammar import Span, place_text
 from axes.algebra.layout import MOST_BITS, Layout, Universe, common_digits
 from axes.algebra.opaque import Placement
@@ -354,9 +354,7 @@ class Sharding(providers.Pictured):
     def _extents(self, shape: Shape) -> tuple[Shape, ...]:
         """`extents` of a shape that has been checked."""
         if len(shape) != self.ndim:
-            raise ShardingError(
-                f"the spec '{self}' has {self.ndim} dims, the tensor {len(shape)}: {shown(list(shape))}"
-            )
+            raise wrong_dims(self, self.ndim, len(shape), shape)
         return tuple(zip(shape)) if self.is_plain else tuple([_sizes(self, dim, shape) for dim in range(self.ndim)])
 
     def _parts(self, shape: Shape, position: int) -> list[tuple[Shape, Runs]]:

@@ -27,6 +27,7 @@ from axes.algebra.errors import (
     naming,
     pointed,
     shortened,
+    wrong_dims,
 )
 from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import Layout
@@ -77,7 +78,7 @@ def read_sharding(
     given = given_sizes(dict(sizes), None, items, [item.name for item in items], "the spec")
     dims = _without_dots(spec, tree, ndim, source)
     if source is not None and len(dims) != source.ndim:
-        raise ShardingError(f"the spec has {len(dims)} dims, the tensor {source.ndim}")
+        raise wrong_dims(spec, len(dims), source.ndim)
     found = [_dim(mesh, spec, dim, given, source, at) for at, dim in enumerate(dims)]
     check_once(mesh, spec, tree)
     pending: list[tuple[str, Layout]] = []

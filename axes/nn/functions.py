@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
+from axes.algebra.grammar import Dim, Pending, Place, Spec, checked_text, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh, use_mesh
 from axes.algebra.sizes import given_sizes, whole_number
 from axes.ops.autocast import of_function
@@ -247,7 +247,7 @@ class _Form:
 
 def dims_to_work_over(over: str | Sequence[str]) -> Axes:
     """The names in an `over`; `ShardingError` for what has none."""
-    names = over.split() if isinstance(over, str) else over
+    names = checked_text(over).split() if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ShardingError(f"over names dims, like 'd' or 'h d'; found {shown(over)}")
     return tuple(names)

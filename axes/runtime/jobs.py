@@ -38,7 +38,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import tile_shape
-from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
+from axes.algebra.errors import (
+    AxesError,
+    DesyncError,
+    MeshError,
+    ShardingError,
+    shortened,
+    shown,
+    suggestion,
+    wrong_dims,
+)
 from axes.algebra.layout import Layout
 from axes.algebra.layout_rules import LayoutRules, Table
 from axes.algebra.mesh import Mesh, checked_mesh
@@ -578,7 +587,7 @@ class OwnTensors:
         whole = isinstance(value, DTensor)
         shape = list(value.shape)
         if len(shape) != end.ndim:
-            raise ShardingError(f"'{end}' has {end.ndim} dims, the tensor {len(shape)}")
+            raise wrong_dims(end, end.ndim, len(shape), shape)
         if isinstance(value, DTensor):
             found = sharding_of_spec(torch_private.spec_of(value))
             rank = self.link.job_rank

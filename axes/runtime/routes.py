@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import wrong_dims
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
@@ -118,10 +118,7 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
     """How DTensors with this spec come to a target."""
     source, shape, dtype = sharding_of_spec(spec), tuple(spec.shape), spec.tensor_meta.dtype
     if target.ndim != len(shape):
-        raise ShardingError(
-            f"the target has {target.ndim} dims, the tensor {len(shape)}: {list(shape)}\n"
-            f"  source  {source}\n  target  {target}"
-        )
+        raise wrong_dims(target, target.ndim, len(shape), shape)
     target = target.sized(shape)
     check_torch_can(target, shape)
     made = program(source, target, dtype, comm_dtypes[0], shape)

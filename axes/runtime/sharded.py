@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from axes.algebra.errors import AxesError, ShardingError
+from axes.algebra.errors import AxesError, ShardingError, wrong_dims
 from axes.algebra.grammar import checked_spec
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh
@@ -300,7 +300,7 @@ def _leaving(
     names = where if where is not None and where.universe == mesh.universe else mesh
     written, same = (actual, ()) if spec is None else marked_sharding(names, spec, (), len(shape))
     if written.ndim != len(shape):
-        raise ShardingError(f"the spec '{spec}' has {written.ndim} dims, the tensor {len(shape)}: {list(shape)}")
+        raise wrong_dims(spec, written.ndim, len(shape), shape)
     written, actual = written.sized(shape), actual.sized(shape)
     if not written.is_equivalent(actual, shape):
         raise ShardingError(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from axes.algebra.errors import MeshError, ShardingError, SizeError
+from axes.algebra.errors import MeshError, ShardingError, SizeError, wrong_dims
 from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -78,7 +78,7 @@ def read_shard(mesh: Mesh, spec: str, local: Shape, given: Given, shape: Sequenc
     """
     sharding, same = marked_sharding(mesh, spec, given, len(local))
     if sharding.ndim != len(local):
-        raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {len(local)}: {list(local)}")
+        raise wrong_dims(spec, sharding.ndim, len(local), local)
     known: list[int | None] = []
     for dim, extent in zip(sharding.dims, local, strict=True):
         sizes = [slot.size for slot in dim]

@@ -22,7 +22,7 @@ from axes.algebra.explanation import Explanation
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, checked_shape, whole_number
+from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number
 from axes.algebra.transfers import Transfer
 from axes.show.explanation_sheet import sheet_of_explanation
 from axes.show.in_html import page_of, part_of_page
@@ -141,7 +141,7 @@ def show(
         moved = seen_transfer(x, seen)
         return Picture(lambda room: sheet_of_transfer(moved, room))
     if isinstance(x, Sharding):
-        whole = None if shape is None else checked_shape(shape)
+        whole = None if shape is None else checked_tensor_shape(shape)
         return _of_sharding(x, whole, seen, None)
     tensors = sys.modules.get("torch.distributed.tensor")  # who shows a mesh needs no torch
     if tensors is None or not isinstance(x, tensors.DTensor):
