@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random as stdlib_random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -81,11 +82,15 @@ def whole_result(kind: str, text: str, op: str, wholes: Sequence[torch.Tensor], 
     if kind == "einsum":
         left, right = pattern.split("->")
         bare = re.sub(r"[()]", "", pattern)
-        opened = []
-        for whole, spec in zip(wholes, left.split(","), strict=True):
-            names = re.findall("[a-z]+", spec)
-            opened.append(whole.reshape([sizes[name] for name in names]))
-        result = einops.einsum(*opened, bare)
+        terms = [re.findall("[a-z]+", spec) for spec in left.split(",")]
+        opened = [w.reshape([sizes[name] for name in term]) for w, term in zip(wholes, terms, strict=True)]
+        if all(w.is_floating_point() or w.is_complex() for w in wholes):
+            result = einops.einsum(*opened, bare)
+        else:
+            # torch has another dtype where a name of one operand is summed, unless its size is one.
+            counts = Counter(name for term in terms for name in {*term})
+            alone = any(count == 1 and name not in re.findall("[a-z]+", right) for name, count in counts.items())
+            result = einops.einsum(*[w.long() for w in opened], bare).to(torch.int64 if alone else wholes[0].dtype)
         return result.reshape([math.prod(sizes[n] for n in slot) for slot in slots_of(right)])
     inside = {name: sizes[name] for name in set(re.findall("[a-z]+", pattern)) & set(sizes) if sizes[name]}
     if kind == "reduce":

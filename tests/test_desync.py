@@ -107,6 +107,7 @@ DIFFER: dict[str, tuple[Callable[[int], Any], tuple[Told, ...]]] = {
     "opposite orders": (lambda r: group_of(r, *(("tp", "dp") if r in (0, 3) else ("dp", "tp"))), (("DesyncError", "didn't come to the group of ranks ", "within 3 s", "mesh.create_groups"),)),
     "order of members": (other_order, (("DesyncError", "ranks 0, 1 in this order", "ranks 1, 0 in this order"),) * 2 + ((), ())),
     "a shard of other dims": (lambda r: axes.from_local(torch.ones((2,) * (3 if r == 3 else 2)), "a@tp b", mesh=mesh_of(r, "tp=4", timeout=LIMIT)), (*[("DesyncError", "rank 3 raised in axes.from_local 'a@tp b': the spec 'a@tp b' has 2 dims, the tensor 3")] * 3, ("ShardingError",))),
+    "a shard of another dtype": (lambda r: axes.from_local(torch.ones(2, 2, dtype=torch.float64 if r == 3 else torch.float32), "a@tp b", mesh=mesh_of(r, "tp=4")), (("ShardingError", "axes.from_local 'a@tp b': ranks 0, 1, 2, 3 have parts of different dtypes:\n  rank 0 has torch.float32", "\n  rank 3 has torch.float64\ncast them to one"),)),
     "a wrong name": (wrong_name, (("DesyncError", "rank 1 can't take part in mesh.create_groups over ranks 0..3", "it raised MeshError: ", "the mesh has no axis 'zz'"), ("MeshError", "the mesh has no axis 'zz'"), *[("DesyncError", "rank 1 can't take part in mesh.create_groups")] * 2)),
     "another name": (lambda r: mesh_of(r).create_groups("tp", *(["dp"] if r == 1 else [])), (("DesyncError", "ranks disagree in mesh.create_groups over ranks 0..3", "the groups of dp tp", "the groups of tp"),)),
     # no false alarms

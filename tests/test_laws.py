@@ -93,6 +93,7 @@ FEATURES = {
     "refused": 150,
     "async": 400,
     "as text": 300,
+    "einsum of integers": 8,
     "local view": 700,
     "gradient": 1200,
     "second backward": 250,

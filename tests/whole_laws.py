@@ -694,9 +694,12 @@ def operations(d: Draw) -> None:
         plain_operation(d, found, grid, g, names, specs)
         return
     seeds = [d.seed() for _ in names]
-    layout = drawn_layout(d)
+    layout, dtype = drawn_layout(d), torch.float64
+    if kind == "einsum" and not any(pendings) and d.chance(0.4):
+        dtype = d.random.choice((torch.int32, torch.uint8))
+        d.features.add("einsum of integers")
     for name, spec, shape, seed, reason in zip(names, specs, found.shapes, seeds, reasons, strict=True):
-        make_whole(d, name.upper(), shape, torch.float64, g, layout)
+        make_whole(d, name.upper(), shape, dtype, g, layout)
         if reason:
             d.features.add("refused")
             p.refuse(
@@ -706,7 +709,7 @@ def operations(d: Draw) -> None:
             return
         make_door(d, name, name.upper(), grid, g, spec, seed, layout)
     pending_extreme = found.op in ("max", "min") and any(pendings)
-    with_gradient = d.chance(0.7) and not pending_extreme
+    with_gradient = d.chance(0.7) and not pending_extreme and dtype.is_floating_point
     if with_gradient:
         d.features.add("gradient")
         for name, spec in zip(names, specs, strict=True):

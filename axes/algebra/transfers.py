@@ -434,7 +434,7 @@ class Transfer(providers.Pictured):
         return str(self)
 
 
-_OF_ALL_RANKS = ("_deal", "described", "ends", "fingerprint", "ranks", "sources", "targets", "totals")
+_OF_ALL_RANKS = ("_group", "described", "ends", "fingerprint", "ranks", "sources", "targets", "totals")
 """What is found once for the views from all ranks."""
 
 

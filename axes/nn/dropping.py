@@ -107,7 +107,7 @@ def dropout(
         return _dropped(used(x), bits, float(p))
     if part is None:
         return _without(x, _kept(x, None, tuple(x.shape), bits, p), p)
-    (whole,) = told_shapes(f"axes.nn.dropout '{part.sharding}'", part.sharding.mesh, (part,), x.device)
+    (whole,) = told_shapes(f"axes.nn.dropout '{part.sharding}'", part.sharding.mesh, (part,), (x,))
     return _without(x, _kept(x, part.sharding.sized(whole), whole, bits, p), p)
 
 

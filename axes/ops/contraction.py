@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -33,16 +34,28 @@ def contraction(terms: Sequence[Groups], goal: Groups, sizes: Mapping[str, int])
     if len(terms) == 2 and (found := _linear(terms[0], terms[1], goal)) is not None:
         return found
     text = equation(tuple(map(flat, terms)), flat(goal))
+    every = Counter([atom for term in terms for atom in {*flat(term)}])
+    product = functools.partial(_einsum, text, any(every[atom] == 1 for atom in every.keys() - {*flat(goal)}))
     opening = [reshaping(term, [(atom,) for atom in flat(term)], sizes) for term in terms]
     merging = reshaping(goal, goal, sizes)
     if merging is None and not any(opening):
-        return functools.partial(torch.einsum, text)
+        return product
 
     def run(*xs: torch.Tensor) -> torch.Tensor:
-        value = torch.einsum(text, *[x if stage is None else stage(x) for stage, x in zip(opening, xs, strict=True)])
+        value = product(*[x if stage is None else stage(x) for stage, x in zip(opening, xs, strict=True)])
         return value if merging is None else merging(value)
 
     return run
+
+
+def _einsum(text: str, sums_alone: bool, *xs: torch.Tensor) -> torch.Tensor:
+    """`torch.einsum`; integers in int64 where a name of one operand alone is summed, whatever its size.
+
+    torch does so but for a name of size 1, and then has operands of two dtypes, which it refuses.
+    """
+    if sums_alone and not any(x.is_floating_point() or x.is_complex() for x in xs):
+        xs = tuple([x.to(torch.int64) for x in xs])
+    return torch.einsum(text, *xs)
 
 
 def _linear(one: Groups, two: Groups, goal: Groups) -> Run | None:

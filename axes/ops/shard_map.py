@@ -376,7 +376,7 @@ def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes |
     """What the function has returned, as DTensors. Ranks tell each other the sizes that follow from nothing."""
     parts, found = results_of(region, tuple(map(_SHAPE, results)))
     if found is None:
-        told = told_shapes(_RESULTS.format(region.reading.text), region.tensor_mesh, parts, results[0].device)
+        told = told_shapes(_RESULTS.format(region.reading.text), region.tensor_mesh, parts, results)
         wholes = list(zip(parts, told, strict=True))
         found = [placed(region, part, placements_of(part, whole), whole) for part, whole in wholes]
     return [enter_global(x, *each, changes) for x, each in zip(results, found, strict=False)]

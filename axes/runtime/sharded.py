@@ -222,7 +222,7 @@ def _from_local(
     if type(local) in PLAIN:
         if needed and part.open:  # refused before ranks tell each other sizes
             counted_alone(mesh, torch_placements(part.sharding.sized(part.even)), *said)
-        (whole,) = told_shapes(asked, mesh, (part,), local.device)
+        (whole,) = told_shapes(asked, mesh, (part,), (local,))
         placements = placements_of(part, whole)
     else:
         ((local, placements, whole),) = traced_parts(asked, (part,), (local,))

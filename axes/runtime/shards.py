@@ -41,6 +41,10 @@ _MOST_DIMS = 64
 """How many dims a tensor has at most, to torch."""
 
 
+_DTYPES = sorted({str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)})
+"""All dtypes, in an order that is the same on every rank."""
+
+
 class LocalPart(NamedTuple):
     """What this rank has of a tensor: how that is sharded, the local shape, and what is known of the whole one.
 
@@ -108,11 +112,11 @@ def check_share(part: LocalPart, whole: Shape) -> None:
 # --- sizes that ranks tell each other
 
 
-def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch.device) -> list[Shape]:
+def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], tensors: Sequence[torch.Tensor]) -> list[Shape]:
     """The whole shapes of tensors of which each rank has a part; nothing is sent where all sizes are known.
 
     `what` says in errors who asks. `SizeError`, on all ranks that tell each other, where the parts aren't
-    the shards of whole tensors. The host waits for the answer.
+    the shards of whole tensors; `ShardingError` where their dtypes differ. The host waits for the answer.
     """
     told_dims = tuple([part.sharding.dims[dim] for part in parts for dim in part.open])
     if not told_dims:
@@ -126,8 +130,16 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch
     if group.fake:
         return [part.even for part in parts]
     # As many numbers from each rank, whose tensor may have another number of dims.
-    mine = [[*part.local, *[-1] * (_MOST_DIMS - len(part.local))] for part in parts]
-    every, found = all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0, group).cpu(), []
+    mine = [
+        [_DTYPES.index(str(x.dtype)), *part.local, *[-1] * (_MOST_DIMS - len(part.local))]
+        for x, part in zip(tensors, parts, strict=True)
+    ]
+    numbers, found = torch.tensor([mine], dtype=torch.int64, device=tensors[0].device), []
+    dtypes, every = all_gather(numbers, 0, group).cpu().split([1, _MOST_DIMS], 2)
+    if (dtypes != dtypes[:1]).any():
+        said = [", ".join([_DTYPES[number] for (number,) in each]) for each in dtypes.tolist()]
+        listed = "".join([f"\n  rank {rank} has {own}" for rank, own in zip(ranks, said, strict=True)][:_RANKS_SHOWN])
+        raise ShardingError(f"{what}: {ranks_text(ranks)} have parts of different dtypes:{listed}\ncast them to one")
     most = int((every >= 0).sum(2).max())
     for part, rows in zip(parts, zip(*every[:, :, :most].tolist(), strict=True), strict=True):
         sizes = zip(part.known, map(sum, zip(*rows, strict=True)), part.sharding.dims, strict=False)

@@ -186,7 +186,8 @@ class GroupExchange:
     @cached_property
     def received(self) -> dict[int, int]:
         """How many elements each rank receives: what it wants of each layer, less what it has."""
-        wanted = {rank: volume(self.after.tile(held)) for rank, held in self.after.held.items()}
+        sizes = [(volume(self.after.tile(held)), ranks) for held, ranks in self.after.ranks.items()]
+        wanted = {rank: size for size, ranks in sizes for rank in ranks}
         return {rank: self.before.layers * wanted.get(rank, 0) - kept for rank, kept in self.kept.items()}
 
     @cached_property
@@ -208,11 +209,13 @@ class GroupExchange:
     def sent(self) -> dict[int, int]:
         """How many elements each rank sends."""
         found = dict.fromkeys(self.ranks, 0)
-        for held in self.before.ranks:
+        for held, holders in self.before.ranks.items():
+            senders = self._senders(held) if len(holders) > 1 else {}
             for wanted, part in self._parts(held):
-                count, receivers = volume(part), self.after.ranks[wanted]
-                for sender in [self._sender(held, each) for each in receivers if self.before.held.get(each) != held]:
-                    found[sender] += count
+                count = volume(part)
+                for receiver in self.after.ranks[wanted]:
+                    if self.before.held.get(receiver) != held:
+                        found[senders.get(receiver, holders[0])] += count
         return found
 
     def is_permutation(self) -> bool:
