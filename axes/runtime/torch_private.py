@@ -265,10 +265,15 @@ def keep_uneven_gradients() -> None:
 
 
 def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int]], options: dict[str, Any]) -> Any:
-    """`new_empty_strided` of a DTensor: split as it is, or pending, where it has its shape; else replicated."""
+    """`new_empty_strided` of a DTensor: split as it is, or pending, where it has its shape; else replicated.
+
+    Its dims are in memory in the order of these strides.
+    """
     x, shape, strides = args
     if tuple(shape) == tuple(x.shape):
-        return torch.ops.aten._to_copy.default(x, **options, memory_format=torch.contiguous_format)
+        order = sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))
+        laid = torch.ops.aten._to_copy.default(x.permute(order), **options, memory_format=torch.contiguous_format)
+        return laid.permute(sorted(range(x.ndim), key=order.__getitem__))
     return DTensor.from_local(x._local_tensor.new_empty_strided(shape, strides, **options), x.device_mesh)
 
 
