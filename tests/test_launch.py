@@ -152,7 +152,7 @@ def test_a_rank_has_what_torchrun_would_give_it_and_sees_the_launching_process_a
 def speak() -> tuple[float, float]:
     import numpy
 
-    print(f"rank {dist.get_rank()} speaks")
+    print(f"rank {dist.get_rank()} speaks\n", end="")  # in one write, whatever buffers the environment asks for
     print("to all", file=sys.stderr)
     return float(torch.rand(())), float(numpy.random.rand())  # noqa: NPY002
 
