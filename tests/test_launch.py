@@ -153,7 +153,7 @@ def speak() -> tuple[float, float]:
     import numpy
 
     print(f"rank {dist.get_rank()} speaks\n", end="")  # in one write, whatever buffers the environment asks for
-    print("to all", file=sys.stderr)
+    print("to all\n", end="", file=sys.stderr)
     return float(torch.rand(())), float(numpy.random.rand())  # noqa: NPY002
 
 
