@@ -289,10 +289,13 @@ def _wait_for_end(member: Member, barrier: Barrier, limit: float, warns: bool) -
 
     over = ended(min(limit, _STALLED_SECONDS))
     if not over and warns and limit > _STALLED_SECONDS:
-        warnings.warn(_missing(member, barrier, f"for {_STALLED_SECONDS:.0f} s so far")[1], stacklevel=2)
+        missing, text = _missing(member, barrier, f"for {_STALLED_SECONDS:.0f} s so far")
+        if missing:
+            warnings.warn(text, stacklevel=2)
     if not over and not ended(limit - _STALLED_SECONDS):
         missing, text = _missing(member, barrier, f"within {limit:g} s")
-        _end(member, barrier, text, missing)
+        # All may have come, and one be gone before it was counted: the next barrier says that it is missing.
+        _end(member, barrier, text if missing else "", missing)
     error, absent = json.loads(member.store.get(end))
     return error, absent
 
