@@ -209,13 +209,11 @@ class GroupExchange:
     def sent(self) -> dict[int, int]:
         """How many elements each rank sends."""
         found = dict.fromkeys(self.ranks, 0)
-        for held, holders in self.before.ranks.items():
-            senders = self._senders(held) if len(holders) > 1 else {}
+        for held in self.before.ranks:
             for wanted, part in self._parts(held):
-                count = volume(part)
-                for receiver in self.after.ranks[wanted]:
-                    if self.before.held.get(receiver) != held:
-                        found[senders.get(receiver, holders[0])] += count
+                count, receivers = volume(part), self.after.ranks[wanted]
+                for sender in [self._sender(held, each) for each in receivers if self.before.held.get(each) != held]:
+                    found[sender] += count
         return found
 
     def is_permutation(self) -> bool:
