@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from axes.algebra.errors import AxesError, ShardingError, wrong_dims
+from axes.algebra.errors import AxesError, DesyncError, ShardingError, wrong_dims
 from axes.algebra.grammar import checked_spec
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh
@@ -199,7 +199,7 @@ def from_local(
     try:
         return _from_local(*what, (*numbers, *shape), (local,))
     except AxesError as error:
-        if is_open:  # others may wait for the sizes of this rank
+        if is_open and not isinstance(error, DesyncError):  # others may wait for the sizes of this rank
             say_why(f"raised in axes.from_local '{spec}': {error}")
         raise
 
