@@ -82,16 +82,16 @@ class State:
 # --- carrying out ---------------------------------------------------------------------------------
 
 
-def boxes_of(tile: np.ndarray, regions: Any) -> list[np.ndarray]:
-    return [tile[(*(slice(*bounds) for bounds in region), ...)] for region in regions]
+def boxes_of(tile: np.ndarray, boxes: Any) -> list[np.ndarray]:
+    return [tile[(*(slice(*bounds) for bounds in each), ...)] for each in boxes]
 
 
-def packed(tile: np.ndarray, regions: Any) -> np.ndarray:
-    return np.concatenate([np.empty(0), *(box.reshape(-1) for box in boxes_of(tile, regions))])
+def packed(tile: np.ndarray, boxes: Any) -> np.ndarray:
+    return np.concatenate([np.empty(0), *(box.reshape(-1) for box in boxes_of(tile, boxes))])
 
 
-def unpack(out: np.ndarray, regions: Any, values: np.ndarray) -> None:
-    for box in boxes_of(out, regions):
+def unpack(out: np.ndarray, boxes: Any, values: np.ndarray) -> None:
+    for box in boxes_of(out, boxes):
         assert np.isnan(box).all(), "a box is written twice"
         box[...], values = values[: box.size].reshape(box.shape), values[box.size :]
     assert not values.size, "more is received than there is room for"
@@ -108,7 +108,7 @@ def carried(step: Any, tiles: Tiles) -> tuple[Tiles, dict[tuple[int, int], int]]
     if step.kind == "all_reduce":
         return {r: REDUCE[step.op]([tiles[p] for p in step.ranks_of(r)], axis=0) / step.divisor for r in ranks}, {}
     deals = {rank: step.exchange(rank) for rank in ranks if step.takes_part(rank)}
-    messages = {(rank, d.ranks[m.peer]): packed(tiles[rank], m.regions) for rank, d in deals.items() for m in d.sends}
+    messages = {(rank, d.ranks[m.peer]): packed(tiles[rank], m.boxes) for rank, d in deals.items() for m in d.sends}
     if step.kind == "all_gather":
         messages = {(peer, rank): tiles[peer].reshape(-1) for rank, d in deals.items() for peer in d.ranks}
     for rank, d in deals.items() if not step.send_bytes and step.kind == "reduce_scatter" else ():
@@ -124,7 +124,7 @@ def carried(step: Any, tiles: Tiles) -> tuple[Tiles, dict[tuple[int, int], int]]
             unpack(layers[deal.layer], [target], packed(tiles[rank], [source]))
         for m in deal.receives:
             for layer, peer in enumerate(deal.ranks) if scattered else [(m.layer, deal.ranks[m.peer])]:
-                unpack(layers[layer], m.regions, messages.pop((peer, rank)))
+                unpack(layers[layer], m.boxes, messages.pop((peer, rank)))
         assert not np.isnan(layers).any(), f"{step.kind} leaves holes on rank {rank}"
         made[rank] = layers[0] if step.op is None else REDUCE[step.op](layers, axis=0) / step.divisor
     assert not messages, "what is sent isn't received"

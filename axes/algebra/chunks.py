@@ -25,7 +25,7 @@ Runs = tuple[tuple[int, int], ...]
 Tile = tuple[Runs, ...]
 """What a rank holds of a tensor: the product, over the dims, of their runs."""
 
-Region = tuple[tuple[int, int], ...]
+Box = tuple[tuple[int, int], ...]
 """A box of a local tensor: `(start, stop)` for each dim."""
 
 
@@ -194,10 +194,10 @@ def shared_runs(mine: Runs, theirs: Runs) -> Runs:
     return tuple(found)
 
 
-def regions(part: Tile, within: Tile) -> tuple[Region, ...]:
+def boxes_within(part: Tile, within: Tile) -> tuple[Box, ...]:
     """The boxes of the local tensor of `within` that hold `part`, in row-major order of the runs.
 
-    >>> regions((((2, 4), (8, 9)),), (((0, 4), (8, 12)),))
+    >>> boxes_within((((2, 4), (8, 9)),), (((0, 4), (8, 12)),))
     (((2, 4),), ((4, 5),))
     """
     return tuple(product(*map(local_runs, part, within)))

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from axes.algebra.chunks import Region, Runs, Tile, intersection, merged, volume
+from axes.algebra.chunks import Box, Runs, Tile, intersection, merged, volume
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset, as `as_strided` takes them."""
@@ -100,7 +100,7 @@ class LayoutPiece:
         steps = [(dim.target, dim.size, dim.target_stride) for dim in self.dims]
         return tuple([_runs(steps, at, offset) for at, offset in enumerate(self.target_offset)])
 
-    def within(self, box: Region) -> LayoutPiece:
+    def within(self, box: Box) -> LayoutPiece:
         """The part of the piece in a box of its own dims."""
         source, target = list(self.source_offset), list(self.target_offset)
         dims = []
@@ -110,7 +110,7 @@ class LayoutPiece:
             dims.append(replace(dim, size=stop - start))
         return LayoutPiece(self.source, self.target, tuple(dims), tuple(source), tuple(target))
 
-    def boxes_in_target(self, tile: Tile) -> Iterator[Region]:
+    def boxes_in_target(self, tile: Tile) -> Iterator[Box]:
         """The boxes of the piece whose elements a tile of the target holds; they don't overlap.
 
         >>> dims = PieceDim("h", 3, 0, 4, 0, 4), PieceDim("k", 4, 0, 1, 0, 1)
@@ -145,10 +145,10 @@ def _runs(steps: Iterable[tuple[int, int, int]], dim: int, offset: int) -> Runs:
     return tuple([(offset + start, offset + stop) for start, stop in found])
 
 
-def _boxes(steps: Sequence[tuple[int, int, int]], offset: tuple[int, ...], tile: Tile) -> Iterator[Region]:
+def _boxes(steps: Sequence[tuple[int, int, int]], offset: tuple[int, ...], tile: Tile) -> Iterator[Box]:
     """The boxes of the steps `(dim, size, stride)` in a tile."""
     order: list[int] = []
-    choices: list[list[Region]] = []
+    choices: list[list[Box]] = []
     for dim, (begin, runs) in enumerate(zip(offset, tile, strict=True)):
         own = sorted([at for at, step in enumerate(steps) if step[0] == dim], key=lambda at: -steps[at][2])
         order.extend(own)
@@ -159,7 +159,7 @@ def _boxes(steps: Sequence[tuple[int, int, int]], offset: tuple[int, ...], tile:
         yield tuple([found[at] for at in range(len(steps))])
 
 
-def boxes_in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Region]:
+def boxes_in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Box]:
     """The boxes of nested steps `(size, stride)`, the widest first, whose elements lie from `start` to `stop`."""
     if not steps:
         if start <= 0 < stop:
@@ -181,16 +181,16 @@ def boxes_in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Ite
             yield (at, at + 1), *box
 
 
-def cut_box(region: Region, start: int, stop: int) -> list[Region]:
+def cut_box(box: Box, start: int, stop: int) -> list[Box]:
     """The elements `start..stop` of a box in row-major order, as boxes.
 
     >>> cut_box(((0, 2), (0, 3)), 2, 6)
     [((0, 1), (2, 3)), ((1, 2), (0, 3))]
     """
-    sizes = [last - first for first, last in region]
+    sizes = [last - first for first, last in box]
     steps = [(size, math.prod(sizes[at + 1 :])) for at, size in enumerate(sizes)]
     boxes = boxes_in_run(steps, start, stop) if start < stop else ()
-    return [tuple([(first + a, first + b) for (first, _), (a, b) in zip(region, box, strict=True)]) for box in boxes]
+    return [tuple([(first + a, first + b) for (first, _), (a, b) in zip(box, each, strict=True)]) for each in boxes]
 
 
 def simplified(dims: Iterable[PieceDim]) -> tuple[PieceDim, ...]:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from axes.algebra.chunks import Runs, Tile, count, regions
+from axes.algebra.chunks import Runs, Tile, boxes_within, count
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown
 from axes.algebra.planning.exchange import Pieces, pieces_of
 from axes.algebra.sharding import Sharding, Slots
@@ -43,7 +43,7 @@ class PageLink:
     runs: tuple[tuple[Runs, ...], tuple[Runs, ...]]
     pages: Lists = field(compare=False)
 
-    boxes = staticmethod(regions)
+    boxes = staticmethod(boxes_within)
     """Boxes are of what a rank has of the list, page after page, and of its tile along the other dims."""
 
     @staticmethod

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from axes.algebra.chunks import Region, Runs, Tile, count, largest_chunk, merged
+from axes.algebra.chunks import Box, Runs, Tile, count, largest_chunk, merged
 from axes.algebra.layout import Layout
 from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run, cut_box
 from axes.algebra.planning.exchange import Pieces, pieces_of
@@ -112,14 +112,14 @@ class PieceLink:
         steps = [tuple([step[1:] for step in self.steps(side, dim)]) for dim in range(len(self.shapes[side]))]
         return math.prod([_most_in_a_piece(each, *end) for each, end in zip(steps, ends, strict=True)])
 
-    def boxes(self, part: Tile, _: Tile) -> tuple[Region, ...]:
+    def boxes(self, part: Tile, _: Tile) -> tuple[Box, ...]:
         """The elements of stretches of each knot as boxes of the piece, in the order in which they are sent."""
         return tuple(itertools.chain(*map(self._boxes, itertools.product(*part))))
 
-    def _boxes(self, region: Region) -> list[Region]:
+    def _boxes(self, box: Box) -> list[Box]:
         parts = [
             cut_box(tuple([(0, size) for size in self._sizes(knot)]), start, stop) if knot.dims else [()]
-            for knot, (start, stop) in zip(self.knots, region, strict=True)
+            for knot, (start, stop) in zip(self.knots, box, strict=True)
         ]
         return [tuple(itertools.chain(*boxes)) for boxes in itertools.product(*parts)]
 
@@ -223,7 +223,7 @@ def _most_in_a_piece(steps: tuple[tuple[int, int], ...], dim: Slots, extents: Sh
     return most
 
 
-def _volume(box: Region) -> int:
+def _volume(box: Box) -> int:
     return math.prod([stop - start for start, stop in box])
 
 
@@ -239,7 +239,7 @@ def _pieces_of_knot(link: PieceLink, knot: Knot, side: int, dims: Sequence[Piece
 def _within(link: PieceLink, knot: Knot, side: int, runs: Sequence[tuple[int, int]]) -> Runs:
     """The elements of the knot in a run of each dim of the tensor."""
     order: list[int] = []
-    choices: list[list[Region]] = []
+    choices: list[list[Box]] = []
     for dim, (start, stop) in zip(knot.sides[side], runs, strict=True):
         steps, begin = link.steps(side, dim), link.offsets[side][dim]
         order.extend([at for at, _, _ in steps])
@@ -257,7 +257,7 @@ def _start(run: Sequence[int]) -> int:
     return run[0]
 
 
-def _flat(box: Region, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _flat(box: Box, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The elements of a box, numbered row-major, as stretches.
 
     >>> list(_flat(((0, 2), (1, 3)), (2, 4)))

@@ -65,7 +65,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from axes.algebra import providers
-from axes.algebra.chunks import regions, volume
+from axes.algebra.chunks import boxes_within, volume
 from axes.algebra.cost import CostModel, members_of_node, node_size
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, Universe
@@ -195,7 +195,7 @@ def _slice(step: Step, rank: int) -> Exchange:
     source, target = (end.tile(step.shape, rank) for end in (step.source, step.target))
     if source is None or target is None or not volume(target):
         return Exchange((rank,))
-    return Exchange((rank,), copies=tuple(zip(regions(target, source), regions(target, target), strict=True)))
+    return Exchange((rank,), copies=tuple(zip(boxes_within(target, source), boxes_within(target, target), strict=True)))
 
 
 def _equal_parts(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
@@ -204,9 +204,9 @@ def _equal_parts(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
     fine, coarse = (step.source, step.target) if gathers else (step.target, step.source)
     whole = coarse.tile(step.shape, rank) or ()
     parts = [fine.tile(step.shape, peer) or () for peer in ranks]
-    boxes = [regions(part, whole) if volume(part) else () for part in parts]
+    boxes = [boxes_within(part, whole) if volume(part) else () for part in parts]
     messages = tuple(map(Message, range(len(ranks)), boxes, map(volume, parts)))
-    own, padded = (messages[at]._replace(regions=regions(parts[at], parts[at])),), fine.largest_tile(step.shape)
+    own, padded = (messages[at]._replace(boxes=boxes_within(parts[at], parts[at])),), fine.largest_tile(step.shape)
     if gathers:
         return Exchange(ranks, own, messages, padded=padded)
     return Exchange(ranks, messages, own, layers=len(ranks), padded=padded)

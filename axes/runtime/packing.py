@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import torch
 
-from axes.algebra.chunks import Region
+from axes.algebra.chunks import Box
 
-Part = tuple[int, Region]
+Part = tuple[int, Box]
 """Where in the buffer a box begins, in elements, and the box."""
 
 Shape = tuple[int, ...]
@@ -84,7 +84,7 @@ class Lattice:
     first: the first box. steps: the others are so many times, slowest first, so far from one another on each dim.
     """
 
-    first: Region
+    first: Box
     steps: tuple[tuple[int, Shape], ...]
 
     def by(self, strides: Sequence[int], multiples: Shape) -> Grid:
@@ -140,7 +140,7 @@ def laid(places: Sequence[tuple[int, Lattice]], shape: Shape, multiples: Shape) 
     return found
 
 
-def elements_of(box: Region) -> int:
+def elements_of(box: Box) -> int:
     """Elements of a box."""
     found = 1
     for start, stop in box:
@@ -292,6 +292,6 @@ def unpacker(side: Side, multiples: Shape, shape: Shape) -> Pack | None:
     return unpack
 
 
-def slices_of(box: Region) -> tuple[slice, ...]:
+def slices_of(box: Box) -> tuple[slice, ...]:
     """A box as an index."""
     return tuple(slice(start, stop) for start, stop in box)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axes.algebra.buckets import Carriage, part_of
-from axes.algebra.chunks import Region
+from axes.algebra.chunks import Box
 from axes.algebra.layout_pieces import cut_box
 from axes.algebra.planning.exchange import Message
 from axes.algebra.transfer_ends import Codec, coded_bytes
@@ -125,7 +125,7 @@ def _parcels(peer: int, messages: Iterable[Pieces], tensors: Sequence[Carriage])
         if start == stop:
             continue
         one = tensors[tensor]
-        boxes = tuple(_boxes(message.regions, start, stop))
+        boxes = tuple(_boxes(message.boxes, start, stop))
         place = PackedPiece(tensor, boxes, stop - start, 0, (stop - start) * one.itemsize)
         if one.codec is not None:
             group = coded.setdefault((id(one.codec), one.wire), [])
@@ -148,14 +148,14 @@ def _end(places: Sequence[PackedPiece]) -> int:
     return places[-1].start + places[-1].size if places else 0
 
 
-def _boxes(regions: Iterable[Region], start: int, stop: int) -> Iterator[Part]:
+def _boxes(boxes: Iterable[Box], start: int, stop: int) -> Iterator[Part]:
     """The elements `start..stop` of boxes end to end, as boxes with where they begin."""
     at = 0
-    for region in regions:
-        size = elements_of(region)
+    for whole in boxes:
+        size = elements_of(whole)
         low, high = max(start - at, 0), min(stop - at, size)
         place = at + low - start
-        for box in cut_box(region, low, high) if low < high else ():
+        for box in cut_box(whole, low, high) if low < high else ():
             yield place, box
             place += elements_of(box)
         at += size

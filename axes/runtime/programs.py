@@ -342,7 +342,7 @@ def local_step(step: Step, group: dist.ProcessGroup | None) -> LocalStep:
     own = [Message(here, boxes, 0, exchange.layer) for boxes in kept]
     sends, receives = sorted([*exchange.sends, *own[:1]]), sorted([*exchange.receives, *own[1:]])
     if step.kind == "reduce_move":
-        receives = [m._replace(regions=tuple([((m.layer, m.layer + 1), *box) for box in m.regions])) for m in receives]
+        receives = [m._replace(boxes=tuple([((m.layer, m.layer + 1), *box) for box in m.boxes])) for m in receives]
         shape = (exchange.layers, *shape)
     sides = _side(sends, tile, exchange), _side(receives, shape, exchange)
     return LocalStep(step, group, exchange.layers, held_shape(step.target, step.shape, step.rank), *sides)
@@ -352,7 +352,7 @@ def _side(messages: Sequence[Message], shape: Shape, exchange: Exchange) -> Side
     counts, parts, start = [0] * len(exchange.ranks), list[Part](), 0
     for number, message in enumerate(messages):
         start = number * exchange.padded or start
-        for box in message.regions:
+        for box in message.boxes:
             if count := elements_of(box):
                 parts.append((start, box))
                 start += count

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import torch
 
-from axes.algebra.chunks import Region, regions, tile_shape
+from axes.algebra.chunks import Box, boxes_within, tile_shape
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.plan import Plan, cheapest, choices_between, model_of
@@ -247,7 +247,7 @@ def into_summand(middle: Sharding, source: Sharding, shape: Shape, share: int) -
     if inner == outer or inner is None or outer is None:
         return None if share == 1 else lambda x: x / share
     tile, larger = tile_shape(inner), tile_shape(outer)
-    places = [*zip(regions(inner, inner), regions(inner, outer), strict=True)] if math.prod(tile) else []
+    places = [*zip(boxes_within(inner, inner), boxes_within(inner, outer), strict=True)] if math.prod(tile) else []
 
     def around(x: torch.Tensor) -> torch.Tensor:
         # In a graph sizes vary, and boxes with them.
@@ -263,7 +263,7 @@ def into_summand(middle: Sharding, source: Sharding, shape: Shape, share: int) -
     return around
 
 
-def _scaled(box: Iterable[tuple[int, int]], sizes: Sequence[tuple[int, int]]) -> Region:
+def _scaled(box: Iterable[tuple[int, int]], sizes: Sequence[tuple[int, int]]) -> Box:
     """A box of a tile, in one of which each size is another: `(this size, that of the tile)`."""
     return tuple([(start * n // own, stop * n // own) for (start, stop), (n, own) in zip(box, sizes, strict=True)])
 

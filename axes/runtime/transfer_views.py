@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from axes.algebra.buckets import Carriage
-from axes.algebra.chunks import Region, Tile
+from axes.algebra.chunks import Box, Tile
 from axes.algebra.page_links import PageLink
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.transfer_ends import Codec
@@ -73,7 +73,7 @@ class LinkedTile:
     def __init__(self, link: PieceLink, side: int, tile: Tile):
         self.link, self.side, self.tile = link, side, tile
 
-    def box(self, x: torch.Tensor, box: Region) -> torch.Tensor:
+    def box(self, x: torch.Tensor, box: Box) -> torch.Tensor:
         """A box of the piece, which is in one run of each dim of the tensor, as a view of the tile."""
         steps = self.link.strides(self.side, x.stride())
         return x.as_strided([stop - start for start, stop in box], steps, self._offset(x, [start for start, _ in box]))
@@ -114,7 +114,7 @@ class TileViews:
                 left.remove(key)
                 self.indices[key].copy_(self._index_of(one, side))
 
-    def box(self, number: int, side: int, tile: torch.Tensor, box: Region) -> View:
+    def box(self, number: int, side: int, tile: torch.Tensor, box: Box) -> View:
         """A box of what is carried, in this rank's tile of a tensor."""
         one = self.move.tensors[number]
         if one.link is None:

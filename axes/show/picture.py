@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise, product
 
-from axes.algebra.chunks import Region, Tile, factor_runs, merged
+from axes.algebra.chunks import Box, Tile, factor_runs, merged
 from axes.algebra.errors import ShardingError
 from axes.algebra.expressions import Recipe, unmoved
 from axes.algebra.mesh import Mesh
@@ -49,7 +49,7 @@ MOST = 8
 class Part:
     """A box of the whole tensor, and the ranks whose values it is made of."""
 
-    box: Region
+    box: Box
     origins: tuple[int, ...]
 
 
@@ -79,7 +79,7 @@ def trace(made: Plan) -> list[Scene]:
     return scenes
 
 
-def arrivals(step: Step, rank: int) -> Iterator[tuple[int, tuple[Region, ...]]]:
+def arrivals(step: Step, rank: int) -> Iterator[tuple[int, tuple[Box, ...]]]:
     """What a rank's tile is made of after a step: `(rank, boxes of the whole tensor)`, its own included."""
     held = step.target.tile(step.shape, rank)
     if held is None:
@@ -91,25 +91,25 @@ def arrivals(step: Step, rank: int) -> Iterator[tuple[int, tuple[Region, ...]]]:
     exchange, opened = step.exchange(rank), step.opened.target.tile(step.opened.shape, rank)
     assert opened is not None
 
-    def boxes(regions: Iterable[Region]) -> tuple[Region, ...]:
-        parts = (part for region in regions for part in _in_whole(region, opened))
+    def boxes(local: Iterable[Box]) -> tuple[Box, ...]:
+        parts = (part for box in local for part in _in_whole(box, opened))
         return tuple(box for part in parts for box in _merged(part, step.factors))
 
     yield rank, boxes(target for _, target in exchange.copies)
     for transfer in exchange.receives:
-        yield exchange.ranks[transfer.peer], boxes(transfer.regions)
+        yield exchange.ranks[transfer.peer], boxes(transfer.boxes)
 
 
-def _merged(box: Region, factors: Sequence[Sequence[int]]) -> Iterator[Region]:
+def _merged(box: Box, factors: Sequence[Sequence[int]]) -> Iterator[Box]:
     """A box of the tensor that has a dim for each factor, as boxes of the tensor itself."""
     ranges = iter(box)
     return product(*(factor_runs(tuple(sizes), tuple(next(ranges) for _ in sizes)) for sizes in factors))
 
 
-def _in_whole(region: Region, held: Tile) -> Iterator[Region]:
+def _in_whole(box: Box, held: Tile) -> Iterator[Box]:
     """A box of a local tensor as boxes of the whole, of which it holds the tile."""
     dims: list[list[tuple[int, int]]] = []
-    for (first, last), runs in zip(region, held, strict=True):
+    for (first, last), runs in zip(box, held, strict=True):
         found, at = [], 0
         for start, stop in runs:
             low, high = max(first, at), min(last, at + stop - start)
@@ -124,11 +124,11 @@ def _own(held: Tile | None, rank: int) -> tuple[Part, ...]:
     return () if held is None else tuple(Part(box, (rank,)) for box in product(*held) if _filled(box))
 
 
-def _filled(box: Region) -> bool:
+def _filled(box: Box) -> bool:
     return all(start < stop for start, stop in box)
 
 
-def _clipped(parts: Iterable[Part], boxes: Sequence[Region]) -> list[Part]:
+def _clipped(parts: Iterable[Part], boxes: Sequence[Box]) -> list[Part]:
     """What of the parts lies in one of the boxes."""
     found = []
     for part, box in product(parts, boxes):
@@ -148,7 +148,7 @@ def overlay(parts: Sequence[Part]) -> tuple[Part, ...]:
         return ()
     dims = range(len(parts[0].box))
     edges = [sorted({edge for part in parts for edge in part.box[dim]}) for dim in dims]
-    cells: dict[tuple[Region, tuple[int, ...]], None] = {}
+    cells: dict[tuple[Box, tuple[int, ...]], None] = {}
     for cell in product(*(pairwise(each) for each in edges)):
         here = {origin for part in parts if _covers(part.box, cell) for origin in part.origins}
         if here:
@@ -158,13 +158,13 @@ def overlay(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(Part(*cell) for cell in sorted(cells))
 
 
-def _covers(box: Region, cell: Region) -> bool:
+def _covers(box: Box, cell: Box) -> bool:
     return all(start <= low and high <= stop for (start, stop), (low, high) in zip(box, cell, strict=True))
 
 
-def _joined(cells: Iterable[tuple[Region, tuple[int, ...]]], dim: int) -> Iterator[tuple[Region, tuple[int, ...]]]:
+def _joined(cells: Iterable[tuple[Box, tuple[int, ...]]], dim: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Cells that are neighbours along a dim, and alike, as one."""
-    lines: dict[tuple[Region, Region, tuple[int, ...]], list[tuple[int, int]]] = {}
+    lines: dict[tuple[Box, Box, tuple[int, ...]], list[tuple[int, int]]] = {}
     for box, origins in cells:
         lines.setdefault((box[:dim], box[dim + 1 :], origins), []).append(box[dim])
     for (before, after, origins), runs in lines.items():

@@ -37,7 +37,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from axes.algebra.chunks import Region
+from axes.algebra.chunks import Box
 from axes.algebra.errors import MeshError
 from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
@@ -144,7 +144,7 @@ def _groups(step: Step, width: int) -> str:
     return count + joined(firsts.size, group, ", ", width - len(count), f"{group(0)}, {LEFT_OUT}")
 
 
-def _bytes(boxes: Iterable[Region], itemsize: int) -> int:
+def _bytes(boxes: Iterable[Box], itemsize: int) -> int:
     return sum(math.prod(stop - start for start, stop in box) for box in boxes) * itemsize
 
 
@@ -206,7 +206,7 @@ def _received(made: Plan, step: Step, ranks: Sequence[int], names: Sequence[str]
     return Listing((f"rank {made.rank} has from", "", "bytes"), tuple(rows), right=(2,))
 
 
-def _boxes(boxes: Sequence[Region], names: Sequence[str]) -> str:
+def _boxes(boxes: Sequence[Box], names: Sequence[str]) -> str:
     """Boxes of the whole tensor, the first of many."""
     first = "  ".join(f"{name} {start}:{stop}" for name, (start, stop) in zip(names, boxes[0], strict=True))
     return first if len(boxes) == 1 else f"{first} and {len(boxes) - 1:,} more boxes"

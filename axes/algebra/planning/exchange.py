@@ -12,7 +12,7 @@ follows dim by dim, and one rank's messages are found without a look at all othe
 >>> mesh = Mesh("dp=2 tp=2")
 >>> group = group_between(mesh.sharding("s@tp"), mesh.sharding("s"), (4,), mesh.axis("tp").layout, 0)
 >>> group.exchange(0).receives
-(Message(peer=1, regions=(((2, 4),),), elements=2, layer=0),)
+(Message(peer=1, boxes=(((2, 4),),), elements=2, layer=0),)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
 
-from axes.algebra.chunks import Region, Runs, Tile, all_chunks, factor_runs, intersection, regions, volume
+from axes.algebra.chunks import Box, Runs, Tile, all_chunks, boxes_within, factor_runs, intersection, volume
 from axes.algebra.layout import Layout, Universe
 from axes.algebra.sharding import Sharding, Slots
 
@@ -35,12 +35,12 @@ from axes.algebra.sharding import Sharding, Slots
 class Message(NamedTuple):
     """Boxes of a local tensor that go to or come from one rank, in the order of the message.
 
-    peer: index in the group. regions: boxes of the local tensor, each read or written row-major.
+    peer: index in the group. boxes: of the local tensor, each read or written row-major.
     elements: how many that are. layer: the pending coordinate that a contribution to a reduction is of.
     """
 
     peer: int
-    regions: tuple[Region, ...]
+    boxes: tuple[Box, ...]
     elements: int
     layer: int = 0
 
@@ -59,7 +59,7 @@ class Exchange:
     ranks: tuple[int, ...]
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
-    copies: tuple[tuple[Region, Region], ...] = ()
+    copies: tuple[tuple[Box, Box], ...] = ()
     layer: int = 0
     layers: int = 1
     padded: int = 0
@@ -167,7 +167,7 @@ class GroupExchange:
     after: GroupSide
     ranks: tuple[int, ...]
     ranks_per_node: int = 8
-    boxes: Callable[[Tile, Tile], tuple[Region, ...]] = regions
+    boxes: Callable[[Tile, Tile], tuple[Box, ...]] = boxes_within
 
     @cached_property
     def peers(self) -> dict[int, int]:
@@ -226,7 +226,7 @@ class GroupExchange:
         held, wanted = self.before.held.get(rank), self.after.held.get(rank)
         sends: list[Message] = []
         receives: list[Message] = []
-        copies: tuple[tuple[Region, Region], ...] = ()
+        copies: tuple[tuple[Box, Box], ...] = ()
         if wanted is not None:
             mine = self.after.tile(wanted)
             for each in self.before.meeting(mine):
