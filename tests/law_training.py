@@ -316,7 +316,8 @@ def made(kind: str, model: str, by: str = "") -> str:
     if by == "torch":
         name, rest = kind.split(", ", 1)
         return f"{name}({rest.format(f'{model}.parameters()')})"
-    return f"axes.nn.local_optimizer({kind.format(f'{model}.parameters()')})"
+    own = ", elementwise=True" if kind.startswith("Each") else ""
+    return f"axes.nn.local_optimizer({kind.format(f'{model}.parameters()')}{own})"
 
 
 def placed(d: Draw, name: str, options: str, grid: Grid, g: str, layers: Sequence[str], sizes: dict[str, int]) -> str:

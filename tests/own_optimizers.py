@@ -1,4 +1,4 @@
-"""Optimizers as users write them: those whose steps work on shards, and those that need more than an element."""
+"""Optimizers as users write them, whose steps work on shards as on the whole."""
 
 from __future__ import annotations
 
@@ -96,19 +96,6 @@ class Marks(Each):
         super().one(p, g, group)
 
 
-class Twice(Each):
-    """Asks for the gradients again in the middle of a step, which has state already."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
-        return super().step(closure)
-
-    def one(self, p, g, group):
-        self.state[p]["sum"] = self.state[p].get("sum", 0) + g
-        p.sub_(self.state[p]["sum"], alpha=group["lr"])
-
-
 class ByItsLoss(Each):
     @torch.no_grad()
     def step(self, closure=None):
@@ -120,7 +107,7 @@ class ByItsLoss(Each):
 
 
 class Late(Each):
-    """State that is first made after more steps than anybody tries."""
+    """State that is first made after some steps."""
 
     strange: Callable[[Tensor], Any] | None = None
 
@@ -135,25 +122,13 @@ class Late(Each):
         super().one(p, g, group)
 
 
-class AsksOfParameters(Each):
-    """Whether a parameter is trained, and attributes of it, which a step may also set."""
-
-    more = {"wants_parameters": False}  # noqa: RUF012
-
-    def one(self, p, g, group):
-        if p.requires_grad and isinstance(p, torch.nn.Parameter) is group["wants_parameters"]:
-            super().one(p, g * getattr(p, "scale", 1.0), group)
-            p.steps = getattr(p, "steps", 0) + 1
-
-
 ELEMENTWISE: list[type[Each]] = [
-    Each, Lion, Forgets, Marks, Twice, ByItsLoss, Late, AsksOfParameters,
+    Each, Lion, Forgets, Marks, ByItsLoss, Late,
     by("FreesGradients", lambda p, g, *_: setattr(p, "grad", None) or g),
     by("ReplacesGradients", lambda p, g, *_: setattr(p, "grad", g / 2) or g),
-    # A tensor of the options that steps count up; state that is the same on all shards, and may have the shape of one;
-    # a value for each element of a matrix, and one for all of a vector, under the same name; so in groups that say it.
+    # A tensor of the options that steps count up; a value for each element of a matrix, and one for all of a vector, under
+    # the same name; so in groups that say it.
     by("Counts", lambda p, g, state, group: g / float(group["count"].add_(1)), count=torch.zeros(())),
-    by("Constants", lambda p, g, state, _: g * state.setdefault("betas", torch.tensor([0.5, 0.25])).sum()),
     by("ByDims", lambda p, g, state, _: g / (state.setdefault("v", torch.zeros_like(g) if p.ndim > 1 else torch.zeros(()))
                                              .add_(g.square() if p.ndim > 1 else 1) + 1)),
     by("ByGroup", lambda p, g, state, group: g * state.setdefault("v", torch.zeros_like(p) if group["each"] else torch.zeros(()))
@@ -163,55 +138,9 @@ ELEMENTWISE: list[type[Each]] = [
 
 # --- not on shards
 
-LambOfVectors = by("LambOfVectors", lambda p, g, *_: g * p.norm() if p.ndim == 1 else g)
-Centralizes = by("Centralizes", lambda p, g, *_: g - g.mean((1, 2, 3), keepdim=True) if g.ndim == 4 else g)
-NormalizesDoubles = by("NormalizesDoubles", lambda p, g, *_: g / g.norm() if p.dtype == torch.float64 else g)
-NormalizesOnDemand = by(
-    "NormalizesOnDemand",
-    lambda p, g, _, group: g * (p.norm() if group["norm"] else 1 + group["scale"] * p.norm()),
-    norm=False,
-    scale=0.0,
-)
-
-
-def of_steps(state: dict[str, Any]) -> int:
-    """How many steps there were, this one among them."""
-    state["step"] = state.get("step", 0) + 1
-    return state["step"]
-
-
-REFUSED: dict[type[Each], str] = {
-    by("Lamb", lambda p, g, *_: g * p.norm()): "two halves of a",
-    by("LambOfRows", lambda p, g, *_: g * p.norm(dim=-1, keepdim=True)): "two halves of a",
-    by("LambOfColumns", lambda p, g, *_: g * p.norm(dim=0, keepdim=True)): "two halves of a",
-    LambOfVectors: "two halves of a vector",
-    Centralizes: "two halves of a tensor of 4 dims",
-    by("Factors", lambda p, g, *_: g * g.square().mean(1, keepdim=True) if min(g.shape) >= 128 else g): "halves of a matrix",
-    by("Clips", lambda p, g, *_: g * min(1.0, 100.0 / (float(g.norm()) + 1e-6))): "two halves of a",
-    by("SkipsInfinities", lambda p, g, *_: g if g.isfinite().all() else None): "two halves of a",
-    by("SkipsNan", lambda p, g, *_: None if g.isnan().any() else g): "two halves of a",
-    by("SkipsZeros", lambda p, g, state, _: (state.update(m=0.5 * state.get("m", 0) + g) or state["m"]) if g.any() else None): "its state 'm'",
-    by("DecaysTrained", lambda p, g, *_: g + 0.1 * p if g.any() else None): "two halves of a",
-    by("DecaysMatrices", lambda p, g, *_: g if 1 in p.shape else g + p): "two halves of a matrix",
-    by("NormalizesLater", lambda p, g, state, _: g / g.norm() if of_steps(state) > 4 else g): "two halves of a",
-    by("ListsInState", lambda p, g, state, _: state.setdefault("list", []).append(g.clone()) or g): "its state 'list' isn't one value for each element",
-    by("BuffersInGroups", lambda p, g, _, group: group.setdefault("buffers", {}).update({id(p): g.clone()}) or g): "it keeps tensors among the options of a group",
-}  # fmt: skip
-"""With the reason."""
-
 
 class Everywhere(Lion):
     """Has state of no parameter."""
 
     def step(self, closure=None):
         self.state["steps"] = self.state.get("steps", 0) + 1
-
-
-class Keeps(Each):
-    """Keeps something of its parameters in an attribute."""
-
-    keeps: Callable[[list[Tensor]], Any] = staticmethod(lambda params: params)
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr)
-        self.own = self.keeps([p for group in self.param_groups for p in group["params"]])

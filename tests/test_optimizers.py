@@ -7,7 +7,6 @@ what else an optimizer has: groups, hooks, closures, state that somebody replace
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import random
 from collections.abc import Callable
@@ -21,9 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes import ShardingError
-from tests import own_optimizers
 from tests.common import case
-from tests.own_optimizers import ELEMENTWISE, AsksOfParameters, Each, Keeps, Late, Lion, NormalizesOnDemand, Twice
+from tests.own_optimizers import ELEMENTWISE, Each, Lion
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
@@ -234,17 +232,6 @@ def test_groups_names_schedulers_hooks_and_closures_work_as_ever(pool):
     pool.run(training)
 
 
-@pytest.mark.parametrize("at", range(11))
-def test_the_trial_finds_torchs_own_right_in_every_dtype(at):
-    kind = getattr(torch.optim, list(dict.fromkeys(name for name, _ in OPTIMIZERS))[at])
-    dtype = (torch.float64, torch.bfloat16, torch.float16, torch.complex64)[at % 4]
-    for shape in ((3,), (4, 2), (2, 2, 2, 2), (1,) * 20):  # of more than eight dims are tried as those of eight
-        named = ({}, {"foreach": True}, {"maximize": True}, {"amsgrad": True, "fused": True, "weight_decay": 0.1})
-        takes = {*inspect.signature(kind).parameters} - ({"fused"} if dtype.is_complex else set())
-        for options in [each for each in named if takes.issuperset(each)]:
-            axes.nn.local_optimizer(kind, [torch.zeros(shape, dtype=dtype, requires_grad=True)], **options)
-
-
 # ---------------------------------------------------------------------------- those that users write
 
 
@@ -270,7 +257,7 @@ def stepped(kind: Any, mesh: axes.Mesh | None, closure: bool) -> tuple[list[Any]
     """Parameters, their optimizer and what its steps gave. Some steps accumulate."""
     wholes = [numbers(shape, at, torch.float64) for at, (shape, _, _) in enumerate(PLACES)]
     weights = [sharded(whole, at, mesh).detach().requires_grad_() for at, whole in enumerate(wholes)]
-    optimizer = kind(weights) if mesh is None else axes.nn.local_optimizer(kind, weights)
+    optimizer = kind(weights) if mesh is None else axes.nn.local_optimizer(kind, weights, elementwise=True)
     given = []
     for step in range(11):  # after two of three steps `Forgets` has half of its state
 
@@ -290,23 +277,6 @@ def test_what_works_element_by_element_works_on_shards_as_on_the_whole(pool):
     pool.run(as_on_the_whole)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"), own_optimizers.REFUSED.items(), ids=lambda each: getattr(each, "__name__", "")
-)
-def test_what_needs_more_than_an_element_is_refused_when_it_is_made(kind, text):
-    weights = [torch.ones(shape, requires_grad=True) for shape in ((4, 4), (3,), (4, 2, 3, 3))]
-    with pytest.raises(ShardingError, match=f"{kind.__name__} doesn't step each element by its own history: .*{text}"):
-        axes.nn.local_optimizer(kind, weights)
-
-
-def test_only_the_dims_and_dtypes_of_parameters_are_tried():
-    make, matrix = axes.nn.local_optimizer, torch.ones(4, 4, requires_grad=True)
-    for kind in (own_optimizers.LambOfVectors, own_optimizers.Centralizes, own_optimizers.NormalizesDoubles):
-        assert isinstance(make(kind, [matrix]), kind)
-    with pytest.raises(ShardingError, match="two halves of a vector"):
-        make(own_optimizers.NormalizesDoubles, [torch.ones(4, requires_grad=True, dtype=torch.float64)])
-
-
 @pytest.fixture
 def mesh():
     with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
@@ -319,78 +289,6 @@ def ones(spec: str = "a@dp b@tp") -> torch.Tensor:
 
 def parameter(spec: str = "a@dp b@tp") -> torch.Tensor:
     return ones(spec).requires_grad_()
-
-
-KEPT: dict[str, Callable[[list[torch.Tensor]], Any]] = {
-    "parameters": lambda params: params,
-    "factors": lambda params: dict.fromkeys(params, 0.5),
-    "ids": lambda params: {id(p): 0.5 for p in params},
-    "buffers": lambda params: {"buffers": [torch.zeros_like(p) for p in params]},
-    "an optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
-}
-
-
-@pytest.mark.parametrize("kept", KEPT)
-def test_parameters_that_an_optimizer_keeps_to_itself_are_refused(mesh, kept):
-    kind = type("Keeper", (Keeps,), {"keeps": staticmethod(KEPT[kept])})
-    with pytest.raises(ShardingError, match="Keeper keeps parameters, or other DTensors, in its attribute 'own'"):
-        axes.nn.local_optimizer(kind, [parameter()])
-    if kept != "an optimizer":  # nothing is sharded
-        assert isinstance(axes.nn.local_optimizer(kind, [torch.ones(4, requires_grad=True)]), kind)
-    weight = parameter()
-    optimizer: Any = axes.nn.local_optimizer(Each, [weight])
-    optimizer.own = KEPT[kept]([weight])  # begins to keep them
-    with pytest.raises(ShardingError, match="in its attribute 'own'"):
-        optimizer.step()
-
-
-# fmt: off
-CHANGES: dict[str, Callable[[torch.optim.Optimizer], object]] = {
-    "a flag": lambda o: o.param_groups[0].update(norm=True),
-    "a number that was 0": lambda o: o.param_groups[0].update(scale=0.5),
-    "what is loaded": lambda o: o.load_state_dict({**o.state_dict(), "param_groups": [{**o.state_dict()["param_groups"][0], "norm": True}]}),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("change", CHANGES)
-def test_options_that_become_others_are_tried_before_the_next_step(mesh, steps, change):
-    weight = parameter()
-    optimizer = axes.nn.local_optimizer(NormalizesOnDemand, [weight])
-    weight.grad = ones()
-    for _ in range(steps):
-        optimizer.step()
-    before = local(weight).clone()
-    CHANGES[change](optimizer)
-    with pytest.raises(ShardingError, match="two halves of a matrix"):
-        optimizer.step()
-    assert torch.equal(local(weight), before)
-    assert optimizer.param_groups[0]["params"] == [weight]
-
-
-def test_parameters_that_are_added_are_tried(mesh):
-    optimizer = axes.nn.local_optimizer(own_optimizers.LambOfVectors, [parameter()])
-    with pytest.raises(ShardingError, match="two halves of a vector"):
-        optimizer.add_param_group({"params": [parameter("a@dp")]})
-    assert len(optimizer.param_groups) == 1
-    optimizer.param_groups[0]["params"].append(parameter("a@dp"))
-    with pytest.raises(ShardingError, match="two halves of a vector"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "strange", [lambda g: [g.clone()], lambda g: torch.stack([g, g]), lambda g: {"a": g.flatten()}]
-)
-def test_state_of_another_shape_that_comes_later_than_the_trial_is_an_error_after_the_step(mesh, strange):
-    weight = parameter()
-    optimizer = axes.nn.local_optimizer(type("Strange", (Late,), {"strange": staticmethod(strange)}), [weight])
-    weight.grad = ones()
-    for _ in range(9):
-        optimizer.step()
-    with pytest.raises(ShardingError, match=r"after a step, state 'strange' .* neither one value for each element"):
-        optimizer.step()
-    assert optimizer.param_groups[0]["params"] == [weight]
 
 
 # ---------------------------------------------------------------------------- state
@@ -517,7 +415,7 @@ def test_autograd_hears_of_what_changed_and_of_nothing_else(mesh):
 
     for kind in (Each, Decays):
         one, other = parameter(), parameter()
-        optimizer = axes.nn.local_optimizer(kind, [one, other])
+        optimizer = axes.nn.local_optimizer(kind, [one, other], elementwise=True)
         first, second, third = one.square().sum(), other.square().sum(), one.square().sum()
         first.backward()
         optimizer.step()
@@ -527,6 +425,12 @@ def test_autograd_hears_of_what_changed_and_of_nothing_else(mesh):
                 continue
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.backward()
+    weight = parameter()
+    fused, y = axes.nn.local_optimizer(torch.optim.AdamW, [weight], fused=True), weight.square().sum()
+    weight.grad = ones()
+    fused.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
     weight, _, ours, _ = momentum()
     y = parameter() * ours.state[weight]["momentum_buffer"]
     ours.step()
@@ -541,8 +445,8 @@ def plain_gradient(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer
 
 # fmt: off
 FAILING: dict[str, tuple[type[Each], type[Exception], str, Callable[[list[torch.Tensor], Any], object]]] = {
-    "a step that can't begin": (AsksOfParameters, ShardingError, "is a plain tensor", plain_gradient),
-    "a closure": (Twice, ZeroDivisionError, "division", lambda _, optimizer: optimizer.step(lambda: 1 / 0)),
+    "a step that can't begin": (Each, ShardingError, "is a plain tensor", plain_gradient),
+    "a closure": (Each, ZeroDivisionError, "division", lambda _, optimizer: optimizer.step(lambda: 1 / 0)),
     "a step": (Lion, TypeError, "unsupported operand", lambda _, optimizer: optimizer.step()),  # it doesn't ask for a missing gradient
 }
 # fmt: on
@@ -552,8 +456,8 @@ FAILING: dict[str, tuple[type[Each], type[Exception], str, Callable[[list[torch.
 def test_a_step_that_fails_leaves_dtensors_where_they_were(mesh, fails):
     kind, error, text, call = FAILING[fails]
     weights = [parameter(), parameter()]
-    optimizer = axes.nn.local_optimizer(kind, weights)
-    weights[0].grad = None if kind is Twice else ones()
+    optimizer = axes.nn.local_optimizer(kind, weights, elementwise=True)
+    weights[0].grad = ones()
     with pytest.raises(error, match=text):
         call(weights, optimizer)
     assert optimizer.param_groups[0]["params"] == weights
@@ -564,34 +468,6 @@ def test_a_step_that_fails_leaves_dtensors_where_they_were(mesh, fails):
     assert (optimizer.state[weights[0]]["count"] == 1) if kind is Lion else not optimizer.state
 
 
-@pytest.mark.parametrize("wants", [True, False])
-def test_a_step_may_ask_parameters_whatever_it_asks_on_one_device(mesh, wants):
-    """Attributes and `requires_grad` are the parameter's own in a step; a step that asks of none changes nothing."""
-    weight: Any = nn.Parameter(ones()) if wants else parameter()
-    optimizer = axes.nn.local_optimizer(AsksOfParameters, [weight], lr=1.0, wants_parameters=wants)
-    weight.grad = ones()
-    for scale, trained, left in ((1.0, True, 0), (2.0, True, -2), (2.0, False, -2)):
-        weight.scale = scale
-        weight.requires_grad_(trained)
-        optimizer.step()
-        assert local(weight).eq(left).all()
-    assert weight.steps == 2
-    assert not local(weight).requires_grad
-    assert not hasattr(local(weight), "scale")
-
-
-def test_a_trial_leaves_random_numbers_and_options_as_they_are(mesh):
-    class Noisy(Each):
-        def one(self, p, g, group):
-            group["count"].add_(1)
-            p.add_(torch.randn_like(p), alpha=group["temperature"])
-
-    before, count = torch.get_rng_state(), torch.zeros(())
-    axes.nn.local_optimizer(Noisy, [parameter()], temperature=0.0, count=count)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert count == 0
-
-
 def test_a_step_takes_what_its_class_takes(mesh):
     class Scaled(Each):
         @torch.no_grad()
@@ -599,7 +475,7 @@ def test_a_step_takes_what_its_class_takes(mesh):
             self.param_groups[0]["params"][0].mul_(scale)
 
     weight = parameter()
-    optimizer = axes.nn.local_optimizer(Scaled, [weight])
+    optimizer = axes.nn.local_optimizer(Scaled, [weight], elementwise=True)
     optimizer.step(scale=3.0)
     assert local(weight).eq(3).all()
     with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
