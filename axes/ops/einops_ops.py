@@ -151,8 +151,9 @@ def einsum(
     operands, or is pending in one of them. Groups of names are opened and merged as in `rearrange`;
     keywords are sizes, where the operands leave them open; `comm_dtype`, `async_op` and `grad` are as
     in `rearrange`. The local product has the operands' dtype: with `comm_dtype=torch.float32` bfloat16
-    products are rounded on each rank before they are added up in 32 bits. Integers are summed in int64 where a
-    name of one operand alone is summed; torch keeps their dtype where that name has the size 1.
+    products are rounded on each rank before they are added up in 32 bits. Integers are multiplied and summed in int64
+    where a name of one operand alone is summed; torch multiplies some of several operands in their own dtype, and
+    keeps it where that name has the size 1.
 
     | expression | is |
     | --- | --- |

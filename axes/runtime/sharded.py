@@ -200,7 +200,7 @@ def from_local(
         return _from_local(*what, (*numbers, *shape), (local,))
     except AxesError as error:
         if is_open and not isinstance(error, DesyncError):  # others may wait for the sizes of this rank
-            say_why(f"raised in axes.from_local '{spec}': {error}")
+            say_why(f"was last seen when it raised in axes.from_local '{spec}': {error}")
         raise
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from axes.algebra.errors import MeshError, ShardingError, SizeError, wrong_dims
+from axes.algebra.errors import DesyncError, MeshError, ShardingError, SizeError, wrong_dims
 from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -116,7 +117,8 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], tensors: Sequ
     """The whole shapes of tensors of which each rank has a part; nothing is sent where all sizes are known.
 
     `what` says in errors who asks. `SizeError`, on all ranks that tell each other, where the parts aren't
-    the shards of whole tensors; `ShardingError` where their dtypes differ. The host waits for the answer.
+    the shards of whole tensors; `ShardingError` where their dtypes differ, `DesyncError` where some tell them for
+    another call. The host waits for the answer.
     """
     told_dims = tuple([part.sharding.dims[dim] for part in parts for dim in part.open])
     if not told_dims:
@@ -130,12 +132,19 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], tensors: Sequ
     if group.fake:
         return [part.even for part in parts]
     # As many numbers from each rank, whose tensor may have another number of dims.
+    call = zlib.crc32(what.encode())
     mine = [
-        [_DTYPES.index(str(x.dtype)), *part.local, *[-1] * (_MOST_DIMS - len(part.local))]
+        [call, _DTYPES.index(str(x.dtype)), *part.local, *[-1] * (_MOST_DIMS - len(part.local))]
         for x, part in zip(tensors, parts, strict=True)
     ]
-    numbers, found = torch.tensor([mine], dtype=torch.int64, device=tensors[0].device), []
-    dtypes, every = all_gather(numbers, 0, group).cpu().split([1, _MOST_DIMS], 2)
+    device = mesh.binding.device_type if tensors[0].is_meta else tensors[0].device
+    numbers, found = torch.tensor([mine], dtype=torch.int64, device=device), []
+    calls, dtypes, every = all_gather(numbers, 0, group).cpu().split([1, 1, _MOST_DIMS], 2)
+    if others := [rank for rank, found in zip(ranks, calls[:, 0, 0].tolist(), strict=True) if found != call]:
+        raise DesyncError(
+            f"{what}: {ranks_text(others)} tell the sizes of another call's tensors. Ranks that share a tensor "
+            "make the same calls in the same order, with the same spec"
+        )
     if (dtypes != dtypes[:1]).any():
         said = [", ".join([_DTYPES[number] for (number,) in each]) for each in dtypes.tolist()]
         listed = "".join([f"\n  rank {rank} has {own}" for rank, own in zip(ranks, said, strict=True)][:_RANKS_SHOWN])
@@ -178,7 +187,7 @@ def _unequal(what: str, part: LocalPart, whole: Shape, told: Sequence[Shape], ra
     lines = "".join(f"\n  {line}" for line in listed[:_RANKS_SHOWN] + rest)
     return (
         f"{what}: {ranks_text(ranks)} don't have the shards of one tensor. Their parts of '{part.sharding}' together "
-        f"are {list(whole)}, which is cut as torch.chunk does it:{lines}\n"
+        f"are {list(whole)}, which is cut axis by axis, each time as torch.chunk does it:{lines}\n"
         "pad the parts, so that all ranks have as much; or pass them as plain shards into a region of a module, "
         "axes.shard_map(module, ...), where each rank may have a size of its own; or send them where they belong, by "
         "axes.all_to_all with send_sizes= and recv_sizes="
