@@ -42,6 +42,7 @@ GRACE = 2.0
 """Seconds that the other ranks have to end by themselves when one has failed, or when told to end."""
 
 _TICK = 0.5  # a rank's end is seen at once unless a process that it forked holds on to its channel
+_STACK_SECONDS = 2.0  # that late ranks have to write where they are
 _HEAD_START = 0.5  # a death is heard of later than the errors that it causes in its peers
 _FRAMES = 12  # of the stack of a rank that hangs
 
@@ -187,7 +188,9 @@ def _gather(ranks: Sequence[_Rank], deadline: float, owner_gone: Sequence[Any]) 
     late = [rank for number, rank in enumerate(ranks) if number not in ends]
     for rank in late:
         os.kill(rank.pid, signal.SIGUSR1)
-    time.sleep(0.2 if late else 0)
+    until = time.monotonic() + _STACK_SECONDS  # a rank that is stopped writes none
+    while not all(__file__ in _stack(rank) for rank in late) and time.monotonic() < until:
+        time.sleep(0.02)
     return [ends[number] if number in ends else End(_place(rank)) for number, rank in enumerate(ranks)]
 
 
@@ -200,9 +203,13 @@ def _answer(rank: _Rank) -> End:
     return end
 
 
+def _stack(rank: _Rank) -> str:
+    """The stack that a rank has written by now, down to its own loop in this file at last."""
+    return os.pread(rank.stack.fileno(), 1 << 20, 0).decode(errors="replace")  # the rank shares the file's position
+
+
 def _place(rank: _Rank) -> str:
-    rank.stack.seek(0)
-    lines = [line for line in rank.stack.read().decode(errors="replace").splitlines() if line.startswith("  File")]
+    lines = [line for line in _stack(rank).splitlines() if line.startswith("  File")]
     # Below the rank's own loop there is only what every rank has.
     frames = list(itertools.takewhile(lambda line: f'"{__file__}"' not in line, lines))
     return "\n".join(["hadn't finished" + (", most recent call first:" if frames else ""), *frames[:_FRAMES]])
