@@ -90,7 +90,7 @@ def local_optimizer(
             f"axes.nn.local_optimizer takes a class of optimizers, such as torch.optim.AdamW; found {shown(optimizer)}"
         )
     if elementwise is not None:
-        checked_flag("elementwise", elementwise)
+        checked_flag("axes.nn.local_optimizer: options go by name, like lr=0.001; elementwise", elementwise)
     if not (optimizer in ELEMENTWISE if elementwise is None else elementwise):
         raise ShardingError(
             f"axes.nn.local_optimizer: {optimizer.__name__} isn't known to step each element by its own history. Where "
