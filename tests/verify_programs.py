@@ -224,6 +224,16 @@ def adam(mesh, dtype=torch.float64, scale=1.0):
     return axes.pmean(loss.detach(), "dp", mesh=mesh), model
 
 
+def zeros(mesh):
+    """Outputs whose right value is zero: sums of what a norm has centered, on each device in another order."""
+    model, norm = Feed(), nn.LayerNorm(8, bias=False)
+    x = norm(model.hidden(inputs(6, 8)))
+    model.norm = norm
+    x.square().mean().backward()
+    x = axes.shard(x.detach(), "b@dp e@tp", mesh=mesh)
+    return [axes.reduce(x, f"b@dp e@tp -> {to}", "sum", mesh=mesh) for to in ("b@dp", "")], model
+
+
 def summands(mesh):
     """A DTensor that is pending over dp; every summand has the whole bias."""
     model, x = nn.Linear(4, 3), inputs(6, 4)
@@ -294,7 +304,7 @@ def planted(mesh, kind, wrong=True):
 GRADIENTS = {
     "small": "small.weight: its gradient is 2 times too large over dp",
     "complex": "up.weight: its gradient is 2 times too large over dp",
-    "one rank": "up.weight: its gradient is 1.001 of the right one where dp is 1, and right elsewhere",
+    "one rank": "up.weight: its gradient is right on some ranks, and wrong where dp is 1",
     "frozen": "up.weight: its gradient is there, though on one device the parameter is frozen",
     "tiny": "up.bias: its gradient is 2 times too large over dp",
 }

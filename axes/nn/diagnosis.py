@@ -1,13 +1,12 @@
 """What a tensor of a parallel program is, where it isn't the tensor of one device.
 
-    held = Parts({"tp": 2}, {(0,): Piece(x0), (1,): Piece(x1)})
-    diagnosed(held, whole, Tolerance(1e-9, 0.0))           # "pending over tp (its sum is right)"
+    held = Parts(Mesh("tp=2"), {0: Piece(x0), 1: Piece(x1)})
+    diagnosed(held, whole, Tolerance(1e-9, 0.0)).text           # "pending over tp (its sum is right)"
 
-Nothing here runs a process. `Parts` is a tensor as all ranks have it. A `Cut` says which part of the whole tensor
-each rank should have. Where a cut is assumed, what the ranks have (some axes summed) and what they should have
-are two vectors, and a diagnosis is a relation between them: equal, a multiple, off by a multiple of a bias.
-
-A DTensor says how it lies. Of a plain tensor nobody does: every cut that its shape allows is tried.
+Nothing here runs a process. A layout, which is a `Sharding` of the small mesh, says which part of the whole tensor each
+rank should have. A DTensor says its own layout; for a plain tensor each layout is tried that its shape allows. In a
+layout, all that the ranks have and all that they should have are two vectors, and a diagnosis is a relation between
+them: a multiple, a sum over some axes, a bias that is added too often.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Indices, Sharding
+
 TRUTH = torch.int8
 """The dtype that truth values have here, in which their differences can be computed. Integers are int64."""
-
-Coordinate = tuple[int, ...]
-Runs = tuple[tuple[int, int], ...]
 
 MOST_FACTORS = 8
 """Rows are looked for in orders of at most so many pieces per rank."""
@@ -34,205 +35,37 @@ MOST_FACTORS = 8
 class Piece:
     """A tensor as one rank has it.
 
-    shape, index: for a DTensor the whole's shape, and per dim the runs `(start, stop)` of it that the rank has. known:
-    of each axis of the DTensor's mesh what is pending over it, "sum", "avg", ..., or "" for nothing.
+    shape, index: for a DTensor the whole's shape, and for each dim the indices of it that the rank has. known: for each
+    axis of the DTensor's mesh what is pending over it, "sum", "avg", ..., or "" for nothing.
     """
 
     local: torch.Tensor
     shape: tuple[int, ...] | None = None
-    index: tuple[Runs, ...] | None = None
+    index: tuple[Indices, ...] | None = None
     known: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two numbers may be apart: `absolute`, and `relative` times the tensor's largest value.
-
-    Both are zero for integers and truth values, which are compared exactly.
-    """
+    """How far two numbers may be apart: `absolute`, and `relative` times the tensor's largest value."""
 
     relative: float
     absolute: float
 
-    def allows(self, error: float, largest: float) -> bool:
-        """Whether an error is within the tolerance of a tensor with this largest value."""
-        return error <= self.absolute + self.relative * largest
+    def close(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """Whether two tensors have one shape and are the same but for rounding.
 
-
-@dataclass(frozen=True)
-class Cut:
-    """For each dim the axes that split it, major first, and the order of rows within (`blocks`, see `_rows`)."""
-
-    dims: tuple[tuple[str, ...], ...]
-    blocks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        """As a spec: `_@(dp cp) (x=3 y@tp)`."""
-        return " ".join(map(_dim_text, self.dims, self.blocks)) or "a scalar"
-
-
-def _dim_text(axes: tuple[str, ...], blocks: int) -> str:
-    at = f"@{axes[0]}" if len(axes) == 1 else f"@({' '.join(axes)})" if axes else ""
-    if blocks == _ZIGZAG:
-        return f"zigzag{at}"
-    return f"(x={blocks} y{at})" if blocks > 1 else f"_{at}"
-
-
-_ZIGZAG = -1
-"""Rank i of n has the pieces i and 2n-1-i of 2n, as where causal attention is balanced over context."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A tensor as all ranks have it, by coordinate on the axes of more than one rank. `sizes`: those axes."""
-
-    sizes: Mapping[str, int]
-    pieces: Mapping[Coordinate, Piece]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes over which the tensor is on every rank: a stage's parameter is at one place of `pp` alone."""
-        places = [{coordinate[i] for coordinate in self.pieces} for i in range(len(self.sizes))]
-        return tuple(name for name, there in zip(self.sizes, places, strict=True) if len(there) > 1)
-
-    @property
-    def pending(self) -> dict[str, str]:
-        """The axes over which the tensor says that it is pending, with the reduction."""
-        piece = next(iter(self.pieces.values()))
-        return {name: op for name, op in piece.known.items() if op and name in self.axes}
-
-    @property
-    def unsaid(self) -> tuple[str, ...]:
-        """The axes of which the tensor doesn't say anything: all of a plain one's."""
-        piece = next(iter(self.pieces.values()))
-        return tuple(name for name in self.axes if name not in piece.known)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is no DTensor."""
-        return all(piece.shape is None for piece in self.pieces.values())
-
-    def plain(self) -> Parts:
-        """The same tensors, forgetting what they say of themselves."""
-        return Parts(self.sizes, {place: Piece(piece.local) for place, piece in self.pieces.items()})
-
-    def vector(self, pending: Mapping[str, str]) -> torch.Tensor | None:
-        """All ranks' elements, one rank after the other, each reduced over the axes of `pending`."""
-        names = list(self.sizes)
-        groups: dict[Coordinate, list[torch.Tensor]] = {}
-        for place, piece in self.pieces.items():
-            key = tuple(-1 if name in pending else i for name, i in zip(names, place, strict=True))
-            groups.setdefault(key, []).append(piece.local)
-        parts = []
-        for group in groups.values():
-            if any(x.shape != group[0].shape for x in group):
-                return None
-            parts.append(_reduced(group, set(pending.values())).flatten())
-        return torch.cat(parts)
-
-    def expected(self, cut: Cut, whole: torch.Tensor, pending: Mapping[str, str]) -> torch.Tensor | None:
-        """The part of `whole` that each rank has in this cut, in the order of `vector`; None where it can't be."""
-        names, seen, parts = list(self.sizes), set(), []
-        for place, piece in self.pieces.items():
-            key = tuple(-1 if name in pending else i for name, i in zip(names, place, strict=True))
-            if key in seen:
-                continue
-            seen.add(key)
-            x = whole
-            for dim, (axes, blocks) in enumerate(zip(cut.dims, cut.blocks, strict=True)):
-                rows = self._rows(dim, axes, blocks, whole.shape[dim], place)
-                if rows is None:
-                    return None
-                x = x if _is_all(rows, x.shape[dim]) else x.index_select(dim, rows)
-            if piece.index is not None and piece.shape is not None:
-                if tuple(x.shape) != piece.shape:
-                    return None
-                for dim, runs in enumerate(piece.index):
-                    if runs != ((0, x.shape[dim]),):
-                        x = torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
-            if x.shape != piece.local.shape:
-                return None
-            parts.append(x.flatten())
-        return torch.cat(parts)
-
-    def cuts(self, shape: Sequence[int], orders: bool = False) -> Iterator[Cut]:
-        """The cuts that the shapes allow, over the axes of which nothing is said; the plainest come first.
-
-        With `orders` also rows that don't lie one after the other.
+        Elements that are the very same in both, as the -1e9 of a mask, don't tell how large an error others may have.
         """
-        if any(len(_outer(piece)) != len(shape) for piece in self.pieces.values()):
-            return
-        unsaid = self.unsaid
-        ways = [list(self._ways(dim, extent, unsaid, orders)) for dim, extent in enumerate(shape)]
-        for chosen in itertools.product(*ways):
-            used = [axis for axes, _ in chosen for axis in axes]
-            if len(used) == len(set(used)):
-                yield Cut(tuple(axes for axes, _ in chosen), tuple(blocks for _, blocks in chosen))
-
-    def _ways(
-        self, dim: int, extent: int, unsaid: Sequence[str], orders: bool
-    ) -> Iterator[tuple[tuple[str, ...], int]]:
-        for count in range(len(unsaid) + 1):
-            for axes in itertools.permutations(unsaid, count):
-                sizes = self._sizes(dim, axes)
-                if sizes is None or sum(sizes.values()) != extent:
-                    continue
-                yield axes, 1
-                if orders and axes and len(set(sizes.values())) == 1:
-                    each = next(iter(sizes.values()))
-                    yield from ((axes, n) for n in range(2, min(each, MOST_FACTORS) + 1) if each % n == 0)
-                    if each % 2 == 0:
-                        yield axes, _ZIGZAG
-
-    def _sizes(self, dim: int, axes: tuple[str, ...]) -> dict[Coordinate, int] | None:
-        """How long the dim is at each place on the axes; None where that isn't one length."""
-        found: dict[Coordinate, int] = {}
-        for place, piece in self.pieces.items():
-            size = _outer(piece)[dim]
-            if found.setdefault(self._on(place, axes), size) != size:
-                return None
-        return dict(sorted(found.items()))
-
-    def _on(self, place: Coordinate, axes: Sequence[str]) -> Coordinate:
-        names = list(self.sizes)
-        return tuple(place[names.index(axis)] for axis in axes)
-
-    def _rows(
-        self, dim: int, axes: tuple[str, ...], blocks: int, extent: int, place: Coordinate
-    ) -> torch.Tensor | None:
-        """The indices along a dim that a rank has."""
-        sizes = self._sizes(dim, axes)
-        if sizes is None or sum(sizes.values()) != extent:
-            return None
-        mine, order = self._on(place, axes), list(sizes)
-        start = sum(sizes[each] for each in order[: order.index(mine)])
-        if blocks == 1:
-            return torch.arange(start, start + sizes[mine])
-        rows = torch.arange(extent)
-        if blocks == _ZIGZAG:
-            parts = rows.view(2 * len(order), -1)
-            return torch.cat([parts[order.index(mine)], parts[-1 - order.index(mine)]])
-        return rows.view(blocks, len(order), -1)[:, order.index(mine)].flatten()
+        if x.shape != y.shape:
+            return False
+        error = error_of(x, y)
+        return error <= self.absolute or error <= self.absolute + self.relative * largest_of(y.masked_fill(x == y, 0))
 
 
-def _outer(piece: Piece) -> tuple[int, ...]:
-    return tuple(piece.local.shape) if piece.shape is None else piece.shape
-
-
-def _is_all(rows: torch.Tensor, extent: int) -> bool:
-    return len(rows) == extent and bool((rows == torch.arange(extent)).all())
-
-
-def _reduced(group: Sequence[torch.Tensor], ops: set[str]) -> torch.Tensor:
-    stacked = torch.stack(list(group))
-    if ops <= {"sum"}:
-        return stacked.sum(0)
-    if ops <= {"avg", "mean"}:
-        return stacked.mean(0)
-    return stacked.amax(0) if ops == {"max"} else stacked.amin(0) if ops == {"min"} else stacked.sum(0)
-
-
-# --- whether a tensor is right
+def is_rounded(x: torch.Tensor) -> bool:
+    """Whether a tensor has rounding errors: integers and truth values have none."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def error_of(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -248,45 +81,146 @@ def largest_of(x: torch.Tensor) -> float:
     return float(x.abs().nan_to_num(nan=0.0, posinf=0.0).max()) if x.numel() else 0.0
 
 
-def is_close(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> bool:
-    """Whether two tensors of one shape are the same but for rounding.
+@dataclass(frozen=True)
+class Parts:
+    """A tensor as the ranks of a small mesh have it, by rank. A parameter of a pipeline stage is on some of them."""
 
-    What is the very same in both, as the -1e9 of a mask, tells nothing of how large an error of the others may be.
-    """
-    error = error_of(x, y)
-    return tolerance.allows(error, 0.0) or tolerance.allows(error, largest_of(y.masked_fill(x == y, 0)))
+    mesh: Mesh
+    pieces: Mapping[int, Piece]
+
+    @cached_property
+    def places(self) -> dict[int, dict[str, int]]:
+        """The coordinates of the ranks that have the tensor."""
+        return {rank: self.mesh.at(rank).coordinate or {} for rank in self.pieces}
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which more than one rank has the tensor."""
+        return tuple(a for a in self.mesh.axis_names if len({place[a] for place in self.places.values()}) > 1)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The axes of more than one rank and their sizes."""
+        return {name: size for name, size in self.mesh.shape.items() if size > 1}
+
+    @cached_property
+    def first(self) -> Piece:
+        """The piece of one rank: all ranks say the same of what is pending."""
+        return next(iter(self.pieces.values()))
+
+    @cached_property
+    def pending(self) -> dict[str, str]:
+        """The axes over which a DTensor says that it is pending, with the reduction."""
+        return {axis: op for axis, op in self.first.known.items() if op and axis in self.axes}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is no DTensor."""
+        return self.first.shape is None
+
+    @cached_property
+    def split(self) -> tuple[str, ...]:
+        """The axes along which a DTensor says that ranks have different parts."""
+        return tuple(
+            a for a in self.axes if any(self.pieces[i].index != self.pieces[j].index for i, j in self.pairs(a))
+        )
+
+    def plain(self) -> Parts:
+        """The same tensors without what they say of themselves."""
+        return Parts(self.mesh, {rank: Piece(piece.local) for rank, piece in self.pieces.items()})
+
+    def groups(self, over: Iterable[str]) -> list[list[int]]:
+        """The ranks, in groups whose coordinates differ along these axes alone."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in self.places.items():
+            found.setdefault(tuple(i for axis, i in place.items() if axis not in over), []).append(rank)
+        return list(found.values())
+
+    def pairs(self, axis: str) -> Iterator[tuple[int, int]]:
+        """The first rank of each group along an axis, with each of the others."""
+        return ((ranks[0], rank) for ranks in self.groups([axis]) for rank in ranks[1:])
+
+    def differing(self, tolerance: Tolerance) -> tuple[str, ...]:
+        """The axes along which ranks have different values."""
+        value = {rank: piece.local for rank, piece in self.pieces.items()}
+        return tuple(a for a in self.axes if any(not tolerance.close(value[j], value[i]) for i, j in self.pairs(a)))
+
+    def vectors(
+        self, layout: Sharding, whole: torch.Tensor, pending: Mapping[str, str]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """For each group of ranks its tensor, reduced over the axes of `pending`, and the part of `whole` that the
+        layout gives it; None where they aren't of one shape."""
+        found = []
+        for ranks in self.groups(pending):
+            piece, x = self.pieces[ranks[0]], _part(whole, layout.local_indices(tuple(whole.shape), ranks[0]))
+            if piece.index is not None:
+                if tuple(x.shape) != piece.shape:
+                    return None
+                x = _part(x, piece.index)
+            if any(self.pieces[rank].local.shape != x.shape for rank in ranks):
+                return None
+            stacked, ops = torch.stack([self.pieces[rank].local for rank in ranks]), set(pending.values())
+            reduction = _REDUCTIONS.get(ops.pop(), torch.sum) if len(ops) == 1 else torch.sum
+            found.append((reduction(stacked, 0), x))
+        return found
+
+    def layouts(self, shape: Sequence[int], orders: bool = False) -> Iterator[Sharding]:
+        """The layouts over the axes of which the tensor says nothing, the plainest first.
+
+        With `orders` also rows that don't lie one after the other: an axis splits a factor of a dim.
+        """
+        axes = [axis for axis in self.axes if axis not in self.first.known]
+        for dims in itertools.product(range(-1, len(shape)), repeat=len(axes)):
+            split = [[a for a, d in zip(axes, dims, strict=True) if d == dim] for dim in range(len(shape))]
+            for chosen in itertools.product(*map(itertools.permutations, split)):
+                places = [f"@({' '.join(each)})" if each else "" for each in chosen]
+                yield self.mesh.sharding(" ".join(f"_{place}" for place in places))
+                for dim in range(len(shape)) if orders else ():
+                    pieces = math.prod(self.sizes[axis] for axis in chosen[dim])
+                    for n in range(2, MOST_FACTORS + 1) if pieces > 1 else ():
+                        if shape[dim] % (n * pieces) == 0:
+                            dim_texts = [f"(x={n} y{p})" if d == dim else f"_{p}" for d, p in enumerate(places)]
+                            yield self.mesh.sharding(" ".join(dim_texts))
+
+    def fitting(
+        self, whole: torch.Tensor, tolerance: Tolerance, orders: bool = False, among: Iterable[Sharding] | None = None
+    ) -> list[Sharding]:
+        """The layouts, of all or of those `among`, in which the tensor is right and pending only where it says so."""
+        return [
+            layout
+            for layout in (self.layouts(tuple(whole.shape), orders) if among is None else among)
+            for found in (self.vectors(layout, whole, self.pending),)
+            if found is not None and all(tolerance.close(x, y) for x, y in found)
+        ]
+
+    def is_share(self, whole: torch.Tensor, tolerance: Tolerance) -> bool:
+        """Whether a plain scalar is a rank's share of a loss or of a count: its sum or mean over some axes is right.
+
+        Shares of a loss differ between the ranks: a loss that is the same on all of them was reduced already.
+        """
+        if whole.ndim or not self.is_plain or whole.dtype == TRUTH:
+            return False
+        layout = self.mesh.sharding("")
+        return any(
+            all(tolerance.close(x, y) for x, y in self.vectors(layout, whole, dict.fromkeys(axes, op)) or [])
+            for axes in subsets(self.differing(tolerance) if is_rounded(whole) else self.axes)
+            for op in (("sum", "avg") if is_rounded(whole) else ("sum",))
+        )
 
 
-def is_rounded(x: torch.Tensor) -> bool:
-    """Whether a tensor has rounding errors: integers and truth values have none."""
-    return x.is_floating_point() or x.is_complex()
+_REDUCTIONS = {"avg": torch.mean, "mean": torch.mean, "max": torch.amax, "min": torch.amin}
 
 
-def fitting(held: Parts, whole: torch.Tensor, tolerance: Tolerance, orders: bool = False) -> list[Cut]:
-    """The cuts in which the tensor is right as it lies, pending only where it says so."""
-    x, found = held.vector(held.pending), []
-    for cut in held.cuts(tuple(whole.shape), orders):
-        y = held.expected(cut, whole, held.pending)
-        if x is not None and y is not None and is_close(x, y, tolerance):
-            found.append(cut)
-    return found
+def _part(x: torch.Tensor, index: Sequence[Indices]) -> torch.Tensor:
+    for dim, where in enumerate(index):
+        runs = where if isinstance(where, tuple) else (where,)
+        parts = [x.narrow(dim, run.start, run.stop - run.start) for run in runs]
+        x = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return x
 
 
-def is_share(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> bool:
-    """Whether a plain scalar is a rank's share of a loss: the sum or the mean over some axes is right.
-
-    Shares differ between the ranks: what is the same on all of them was reduced already. Counts may be the same.
-    """
-    if whole.ndim or not held.is_plain or whole.dtype == TRUTH:
-        return False
-    return any(
-        (x := held.vector(dict.fromkeys(axes, op))) is not None and is_close(x, whole.expand(x.shape), tolerance)
-        for axes in _subsets(differing(held, tolerance) if is_rounded(whole) else held.axes)
-        for op in (("sum", "avg") if is_rounded(whole) else ("sum",))
-    )
-
-
-def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every set of some of the axes, small ones first."""
     return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(1, len(axes) + 1))
 
 
@@ -294,119 +228,246 @@ def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a tensor is instead of the right one.
+class Mismatch:
+    """One tensor that isn't the one device's.
 
-    kind: "pending", "scaled" (pending, and its sum is a multiple), "some" (a multiple on some ranks), "factor",
-    "counted", "added", "summed", "uses", "order", "whole", "differs", "shape", "zero" or "none". axes: those over which
-    it is so, as far as that is known. factor: how many times the right one it is. error: the largest difference,
-    relative to the largest value.
+    kind: of the relation to the right one, in a word. text: what the tensor is instead. axes, factor: over which mesh
+    axes, and how many times the right one, where that is known. name: of the parameter, module or output. what:
+    "module", "gradient", "every gradient", "output", "value", "stepped" (a value that began right) or "random" (numbers
+    drawn before what differs).
     """
 
     kind: str
     text: str
     axes: tuple[str, ...] = ()
     factor: float | None = None
-    error: float = 0.0
+    name: str = ""
+    what: str = ""
+
+    def __str__(self) -> str:
+        """One line: `blocks.0.norm.weight: its gradient is pending over tp (its sum is right)`."""
+        text, names = self.text, words(self.axes)
+        if self.axes and self.kind in ("factor", "every", "added"):
+            text += f" over {names}"
+        of_loss = self.kind == "every" or (self.what == "output" and self.kind in ("factor", "pending"))
+        if self.axes and self.factor and of_loss:
+            too_large = abs(self.factor) > 1
+            text += f": a mean over {names} is missing" if too_large else f": divided by {names} once too often"
+        return f"{self.name}: {_BEGINNINGS.get(self.what, '')}{text}"
 
 
-@dataclass(frozen=True)
-class Clues:
-    """What else a tensor could be made of.
+_BEGINNINGS = {
+    "module": "its output is ",
+    "gradient": "its gradient is ",
+    "value": "its value, before anything was trained, is ",
+    "stepped": "its value, after the program, is ",
+}
 
-    added: parameters that could have been added to it, by name. uses: the gradients by each use of a tied parameter.
-    counts: by a text the share of labels that count. cuts: the only ones allowed, those of a parameter's value.
+
+def diagnosed(
+    held: Parts,
+    whole: torch.Tensor,
+    tolerance: Tolerance,
+    added: Mapping[str, torch.Tensor] | None = None,
+    among: Sequence[Sharding] | None = None,
+) -> Mismatch:
+    """What a tensor is that isn't right: the simplest relation to the right one that holds.
+
+    added: tensors that could have been added to it, by name. among: the only layouts allowed, those of a parameter's
+    value.
     """
-
-    added: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    uses: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
-    cuts: Sequence[Cut] | None = None
-
-
-def diagnosed(held: Parts, whole: torch.Tensor, tolerance: Tolerance, clues: Clues | None = None) -> Finding:
-    """What a tensor is that isn't right: the simplest relation to the right one that holds."""
-    clues = clues or Clues()
-    pairs = list(_pairs(held, whole, clues.cuts))
-    error = min((_relative(x, y) for _, _, x, y in pairs), default=math.inf)
-    for attempt in (_summed, _multiple, _multiple_on_some, _scaled_sum, _plus, _some_uses):
-        for pending, cut, x, y in pairs:
-            found = attempt(held, _Pair(pending, cut, x, y, whole), tolerance, clues)
+    relations = _Relations(held, whole, tolerance, added or {})
+    pairs = list(_pairs(held, whole, among))
+    for relation in (
+        relations.summed,
+        relations.multiple,
+        relations.right_on_some,
+        relations.multiple_sum,
+        relations.plus,
+    ):
+        for pair in pairs:
+            found = relation(pair)
             if found is not None:
-                return Finding(found.kind, found.text, found.axes, found.factor, error)
-    elsewhere = _whole_instead(held, whole, tolerance) or _other_rows(held, whole, tolerance)
-    if elsewhere or pairs:
-        return elsewhere or _unknown(held, whole, tolerance, error)
-    shapes = sorted({_outer(piece) for piece in held.pieces.values()})
+                return found
+    if all(tolerance.close(piece.local, whole) for piece in held.pieces.values()):
+        return Mismatch("whole", "whole where it should be split", held.split)
+    for layout in held.plain().fitting(whole, tolerance, orders=True):
+        dims = [dim for dim, slots in enumerate(layout.dims) if slots.layouts]
+        if dims:
+            along = f"dim{'s' if len(dims) > 1 else ''} {words(map(str, dims))}"
+            axes = tuple(held.mesh.called(each) for each in layout.used)
+            return Mismatch("order", f"rows in another order along {along} (as '{layout.spec}')", axes)
+    if pairs:
+        return relations.unknown(min(_relative(pair.x, pair.y) for pair in pairs))
+    shapes = sorted({tuple(p.local.shape) if p.shape is None else p.shape for p in held.pieces.values()})
     text = f"of shape {words(str(list(shape)) for shape in shapes)} where it should be {list(whole.shape)}"
-    return Finding("shape", f"{text}, or parts of that")
+    return Mismatch("shape", f"{text}, or parts of that")
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """What the ranks have, reduced over `pending`, and what they should have in a cut."""
+class _Pair(NamedTuple):
+    """All that the ranks have in a layout, summed over the axes of `pending`, and all that they should have."""
 
     pending: tuple[str, ...]
-    cut: Cut
+    layout: Sharding
     x: torch.Tensor
     y: torch.Tensor
-    whole: torch.Tensor
+    sizes: list[int]
 
 
-_Pairs = Iterator[tuple[tuple[str, ...], Cut, torch.Tensor, torch.Tensor]]
-
-
-def _pairs(held: Parts, whole: torch.Tensor, allowed: Sequence[Cut] | None) -> _Pairs:
-    """Every cut with every set of axes that could be pending; fewest of them first."""
-    cuts = list(held.cuts(tuple(whole.shape)) if allowed is None else allowed)
+def _pairs(held: Parts, whole: torch.Tensor, among: Iterable[Sharding] | None) -> Iterator[_Pair]:
+    """Every layout with every set of axes that could be pending, the fewest of them first."""
+    layouts = list(held.layouts(whole.shape) if among is None else among)
     possible = [] if whole.dtype == TRUTH else [axis for axis in held.axes if axis not in held.pending]
-    for axes in [(), *_subsets(possible)]:
-        for cut in cuts:
-            if any(axis in axes for dim in cut.dims for axis in dim):
-                continue
+    for axes in [(), *subsets(possible)]:
+        summed = held.mesh.splits(axes)
+        for layout in layouts:
             pending = held.pending | dict.fromkeys(axes, "sum")
-            x, y = held.vector(pending), held.expected(cut, whole, pending)
-            if x is not None and y is not None and x.shape == y.shape:
-                yield axes, cut, x, y
+            found = None if set(summed) & set(layout.used) else held.vectors(layout, whole, pending)
+            if found is not None:
+                x, y = (torch.cat([each.flatten() for each in side]) for side in zip(*found, strict=True))
+                yield _Pair(axes, layout, x, y, [each.numel() for each, _ in found])
 
 
 def _relative(x: torch.Tensor, y: torch.Tensor) -> float:
     return error_of(x, y) / (largest_of(y) or 1.0)
 
 
-def _summed(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
-    if not pair.pending or not is_close(pair.x, pair.y, tolerance):
+@dataclass(frozen=True)
+class _Relations:
+    """What a pair may be, one method for each relation; none of them finds anything where the pair isn't that."""
+
+    held: Parts
+    whole: torch.Tensor
+    tolerance: Tolerance
+    added: Mapping[str, torch.Tensor]
+
+    def has_summands(self, pair: _Pair) -> bool:
+        """Whether ranks may have summands. Values that are the same on all of them are parts of the right one."""
+        return set(pair.pending) <= set(self.held.differing(self.tolerance))
+
+    def summed(self, pair: _Pair) -> Mismatch | None:
+        """Right once it is summed."""
+        if not pair.pending or not self.tolerance.close(pair.x, pair.y) or not self.has_summands(pair):
+            return None
+        return Mismatch("pending", f"pending over {words(pair.pending)} (its sum is right)", pair.pending)
+
+    def factor(self, pair: _Pair) -> float | None:
+        """How many times the right one it is, where that says something: one number is a multiple of any other."""
+        factor = factor_between(pair.x, pair.y, self.tolerance, self.held.sizes)
+        if factor is None or abs(factor - 1) <= max(self.tolerance.relative, 1e-6 * (not is_rounded(pair.y))):
+            return None  # most of the tensor is right
+        numbers = pair.y[torch.isfinite(pair.y) & (pair.y != 0)]
+        known = any(math.isclose(factor, ratio, rel_tol=1e-6) for ratio in _ratios(self.held.sizes))
+        telling = numbers.numel() > 1 and not self.tolerance.close(numbers, numbers[:1].expand(numbers.shape))
+        return factor if known or telling else None
+
+    def multiple(self, pair: _Pair) -> Mismatch | None:
+        """A multiple of the right one."""
+        factor = None if pair.pending else self.factor(pair)
+        if factor is None:
+            return None
+        axes = axes_of_factor(factor, self.held.sizes)
+        return Mismatch("factor", times_text(factor), axes[0] if len(axes) == 1 else (), factor)
+
+    def right_on_some(self, pair: _Pair) -> Mismatch | None:
+        """Right on some ranks and wrong at some coordinates of axes."""
+        if pair.pending or self.held.pending:
+            return None
+        parts = zip(self.held.pieces, pair.x.split(pair.sizes), pair.y.split(pair.sizes), strict=True)
+        wrong = {rank for rank, x, y in parts if not self.tolerance.close(x, y)}
+        if len(wrong) == len(self.held.pieces) or min(pair.sizes) < 2:
+            return None
+        places = [self.held.places[rank] for rank in wrong]
+        there = {axis: sorted({place[axis] for place in places}) for axis in self.held.axes}
+        axes = tuple(a for a, i in there.items() if len(i) < len({place[a] for place in self.held.places.values()}))
+        if not axes or len(wrong) < math.prod(map(len, there.values())):
+            return None
+        at = words(f"{axis} is {' or '.join(map(str, there[axis]))}" for axis in axes)
+        return Mismatch("some", f"right on some ranks, and wrong where {at}", axes)
+
+    def multiple_sum(self, pair: _Pair) -> Mismatch | None:
+        """Its sum is a multiple of the right one."""
+        if not pair.pending or not self.has_summands(pair):
+            return None
+        over, ranks = f"pending over {words(pair.pending)}", math.prod(self.held.sizes[a] for a in pair.pending)
+        if self.tolerance.close(pair.x, ranks * pair.y):
+            return Mismatch("pending", f"{over} (its mean is right)", pair.pending, float(ranks))
+        factor = self.factor(pair)
+        if factor is None:
+            return None
+        return Mismatch("scaled", f"{over}, and its sum is {times_text(factor)}", pair.pending, factor)
+
+    def plus(self, pair: _Pair) -> Mismatch | None:
+        """Right but that something is added another number of times."""
+        if not self.whole.ndim or not self.has_summands(pair):
+            return None
+        pending = self.held.pending | dict.fromkeys(pair.pending, "sum")
+        for name, each in self.added.items():
+            if not each.numel() or each.shape != self.whole.shape[self.whole.ndim - each.ndim :]:
+                continue
+            found = self.held.vectors(pair.layout, each.expand(self.whole.shape), pending)
+            own = torch.cat([part.flatten() for _, part in found or ()])
+            more = factor_between(pair.x - pair.y, own, self.tolerance, {})
+            times = 1 + round(more or 0)
+            if more is None or not self.tolerance.close(pair.x, pair.y + (times - 1) * own):
+                continue
+            over = [axes for axes in subsets(self.held.axes) if math.prod(self.held.sizes[a] for a in axes) == times]
+            axes = pair.pending or (over[0] if len(over) == 1 else ())
+            if pending:
+                says = f"{words(pair.pending)}," if pair.pending else f"{words(pending)}, as it says,"
+                return Mismatch("summed", f"pending over {says} and {name} is {times} times in its sum", axes, times)
+            text = f"right but that {name} is added {times} times" if times else f"without {name}"
+            return Mismatch("added", text, axes, times)
         return None
-    if not _has_summands(held, pair, tolerance):
-        return None
-    return Finding("pending", f"pending over {words(pair.pending)} (its sum is right)", pair.pending)
+
+    def unknown(self, error: float) -> Mismatch:
+        """None of these relations."""
+        held, about = self.held, f"largest relative difference {error:.0e}"
+        finite = all(bool(torch.isfinite(piece.local).all()) for piece in held.pieces.values())
+        if error == math.inf and not (finite and bool(torch.isfinite(self.whole).all())):
+            there = "not infinite, or no number, where the one device's is"
+            return Mismatch("none", "not finite" if bool(torch.isfinite(self.whole).all()) else there)
+        if all(not largest_of(piece.local) for piece in held.pieces.values()):
+            return Mismatch("zero", "zero on every rank", (), 0.0)
+        apart = {*held.pending, *held.split}
+        differs = tuple(axis for axis in held.differing(self.tolerance) if axis not in apart)
+        shapes = {tuple(piece.local.shape) if piece.shape is None else piece.shape for piece in held.pieces.values()}
+        if differs and shapes == {tuple(self.whole.shape)}:
+            text = (
+                f"not the same on the ranks of {words(differs)}, where it should be; no sum of theirs is right either"
+            )
+            return Mismatch("differs", f"{text} ({about})", differs)
+        if held.pending:
+            reduced = words(dict.fromkeys(_REDUCED.get(op, op) for op in held.pending.values()))
+            return Mismatch(
+                "none", f"pending over {words(held.pending)}, as it says, but its {reduced} is wrong ({about})"
+            )
+        return Mismatch("none", f"none of these: {about}")
 
 
-def _has_summands(held: Parts, pair: _Pair, tolerance: Tolerance) -> bool:
-    """Whether ranks may have summands of the right one: what is the same on all of them is rather a part of it."""
-    return set(pair.pending) <= set(differing(held, tolerance))
+_REDUCED = {"avg": "mean", "max": "maximum", "min": "minimum"}
+"""The names of a reduction's result, where they aren't the reduction's own."""
 
 
 def factor_between(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance, sizes: Mapping[str, int]) -> float | None:
     """The number by which `y` is multiplied in `x`, if any; a ratio of sizes where rounding leaves a choice."""
-    exact = not is_rounded(y)
-    if exact:
-        x, y = x.double(), y.double()
+    if not is_rounded(y):
+        if max(largest_of(x), largest_of(y)) > _LARGEST_INTEGER:
+            return None
+        x, y, tolerance = x.double(), y.double(), Tolerance(0.0, 0.25)
     same = ~torch.isfinite(y) & (torch.isnan(x) & torch.isnan(y) | (x == y))
     x, y = x.masked_fill(same, 0), y.masked_fill(same, 0)
-    if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(y).all()):
-        return None
     large_x, large_y = largest_of(x), largest_of(y)
-    if not large_x or not large_y or (exact and max(large_x, large_y) > _LARGEST_INTEGER):
+    if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(y).all()) or not large_x or not large_y:
         return None
+    for ratio in _ratios(sizes):
+        if tolerance.close(x, ratio * y):
+            return ratio
     u, v = x / large_x, y / large_y  # squares of what is very large or small would be infinite, or zero
     times = float((u * v.conj()).sum().real) / float((v * v.conj()).sum().real)
     factor = times * (large_x / large_y)
-    error = error_of(u, times * v)
-    close = error * large_x < 0.25 if exact else tolerance.allows(error * large_x, abs(times) * large_x)
-    if not close or not 1e-6 < abs(factor) < math.inf:
-        return None
-    return next((ratio for ratio in _ratios(sizes) if not exact and is_close(x, ratio * y, tolerance)), factor)
+    close = error_of(u, times * v) * large_x <= tolerance.absolute + tolerance.relative * abs(times) * large_x
+    return factor if close and 1e-6 < abs(factor) < math.inf else None
 
 
 _LARGEST_INTEGER = 2**53
@@ -414,232 +475,37 @@ _LARGEST_INTEGER = 2**53
 
 
 def _ratios(sizes: Mapping[str, int]) -> list[float]:
-    """What a tensor is multiplied by where it is summed over the wrong axes: products of sizes, and their quotients."""
-    products = {math.prod(sizes[axis] for axis in axes) for axes in [(), *_subsets(list(sizes))]}
+    """By what a tensor is multiplied where it is summed over the wrong axes: products of sizes, and their quotients."""
+    products = {math.prod(sizes[axis] for axis in axes) for axes in [(), *subsets(list(sizes))]}
     return sorted({a / b for a in products for b in products} - {1.0}, key=lambda ratio: abs(math.log(ratio)))
-
-
-def _is_telling(factor: float, y: torch.Tensor, tolerance: Tolerance, sizes: Mapping[str, int]) -> bool:
-    """Whether a factor says something: a tensor of one number is a multiple of any other one."""
-    if abs(factor - 1) <= tolerance.relative:
-        return False  # most of the tensor is right
-    if any(abs(factor / ratio - 1) < 1e-6 for ratio in _ratios(sizes)):
-        return True
-    numbers = y[torch.isfinite(y) & (y != 0)]
-    return numbers.numel() > 1 and not is_close(numbers, numbers[:1].expand(numbers.shape), tolerance)
-
-
-def _multiple(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
-    factor = None if pair.pending else factor_between(pair.x, pair.y, tolerance, held.sizes)
-    if factor is None or (abs(factor - 1) < 1e-6 and not is_rounded(pair.y)):
-        return None  # one large integer may be off by one
-    for text, share in clues.counts.items():
-        for times in (share, 1 / share):
-            if abs(factor / times - 1) < 1e-6:
-                return Finding("counted", f"{_fraction(factor)} of the right one: {text}", (), factor)
-    if not _is_telling(factor, pair.y, tolerance, held.sizes):
-        return None
-    axes = axes_of_factor(factor, held.sizes)
-    return Finding("factor", times_text(factor), axes[0] if len(axes) == 1 else (), factor)
-
-
-def _multiple_on_some(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
-    """Whether a tensor is right on some ranks, and a multiple of the right one on the others."""
-    sizes = [piece.local.numel() for piece in held.pieces.values()]
-    if pair.pending or held.pending or min(sizes) < 2:  # a number is always a multiple of another one
-        return None
-    factors: dict[Coordinate, float] = {}
-    for place, x, y in zip(held.pieces, pair.x.split(sizes), pair.y.split(sizes), strict=True):
-        factor = 1.0 if is_close(x, y, tolerance) else factor_between(x, y, tolerance, held.sizes)
-        if factor is None or (factor != 1.0 and not _is_telling(factor, y, tolerance, held.sizes)):
-            return None
-        factors[place] = factor
-    wrong = {place: factor for place, factor in factors.items() if factor != 1.0}
-    if not wrong or len(wrong) == len(factors):
-        return None
-    first = next(iter(wrong.values()))
-    alike = all(abs(factor / first - 1) < 1e-6 for factor in wrong.values())
-    there = [sorted({place[i] for place in factors}) for i in range(len(held.sizes))]
-    where = [sorted({place[i] for place in wrong}) for i in range(len(held.sizes))]
-    axes = tuple(name for name, every, some in zip(held.sizes, there, where, strict=True) if every != some)
-    if len(wrong) != math.prod(map(len, where)) or not axes or not alike:
-        text = "right on some ranks, and a multiple of the right one on others"
-    else:
-        at = dict(zip(held.sizes, where, strict=True))
-        ranks = words(f"{axis} is {' or '.join(map(str, at[axis]))}" for axis in axes)
-        text = f"{times_text(first)} where {ranks}, and right elsewhere"
-    return Finding("some", text, axes)
-
-
-def _scaled_sum(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
-    factor = factor_between(pair.x, pair.y, tolerance, held.sizes) if pair.pending else None
-    if factor is None or not _has_summands(held, pair, tolerance):
-        return None
-    over = f"pending over {words(pair.pending)}"
-    if abs(factor / math.prod(held.sizes[axis] for axis in pair.pending) - 1) < 1e-6:
-        return Finding("pending", f"{over} (its mean is right)", pair.pending, factor)
-    if not _is_telling(factor, pair.y, tolerance, held.sizes):
-        return None
-    return Finding("scaled", f"{over}, and its sum is {times_text(factor)}", pair.pending, factor)
-
-
-def _plus(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
-    if not _has_summands(held, pair, tolerance):
-        return None
-    for name, parameter in clues.added.items():
-        if not pair.whole.ndim or parameter.ndim > pair.whole.ndim or not parameter.numel():
-            continue
-        try:
-            spread = parameter.expand(pair.whole.shape)
-        except RuntimeError:  # of another shape
-            continue
-        pending = held.pending | dict.fromkeys(pair.pending, "sum")
-        added = held.expected(pair.cut, spread, pending)
-        more = None if added is None else factor_between(pair.x - pair.y, added, tolerance, {})
-        if added is None or more is None:
-            continue
-        times = round(more) + 1
-        if not is_close(pair.x, pair.y + (times - 1) * added, tolerance):
-            continue
-        over = [axes for axes in _subsets(held.axes) if math.prod(held.sizes[a] for a in axes) == times]
-        axes = pair.pending or (over[0] if len(over) == 1 else ())
-        if pair.pending or held.pending:
-            over_which = f"{words(pair.pending)}," if pair.pending else f"{words(held.pending)}, as it says,"
-            text = f"pending over {over_which} and {name} is {times} times in its sum"
-            return Finding("summed", text, tuple(axes), times)
-        text = f"right but that {name} is added {times} times" if times else f"without {name}"
-        return Finding("added", text, tuple(axes), times)
-    return None
-
-
-def _some_uses(_: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
-    names = list(clues.uses)
-    for kept in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(1, len(names))):
-        y = sum(clues.uses[name] for name in kept)
-        assert isinstance(y, torch.Tensor)
-        expected = _.expected(pair.cut, y, _.pending | dict.fromkeys(pair.pending, "sum"))
-        if expected is None or not is_close(pair.x, expected, tolerance):
-            continue
-        missing = [name for name in names if name not in kept]
-        over = f", pending over {words(pair.pending)}" if pair.pending else ""
-        text = (
-            f"that through {words(kept)} alone: the use in {words(missing)} isn't counted, though both are one tied "
-            f"weight{over}"
-        )
-        return Finding("uses", text, pair.pending)
-    return None
-
-
-def _whole_instead(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:
-    """Whether every rank has all of a tensor that says it is split, or of whose value it has a part."""
-    for piece in held.pieces.values():
-        if piece.local.shape != whole.shape or not is_close(piece.local, whole, tolerance):
-            return None
-    axes = tuple(axis for axis in held.axes if axis not in held.unsaid and _is_cut(held, axis))
-    return Finding("whole", "whole where it should be split", axes)
-
-
-def _is_cut(held: Parts, axis: str) -> bool:
-    """Whether a DTensor says that ranks along the axis have different parts."""
-    i = list(held.sizes).index(axis)
-    first: dict[Coordinate, tuple[Runs, ...] | None] = {}
-    return any(
-        piece.index != first.setdefault((*place[:i], *place[i + 1 :]), piece.index)
-        for place, piece in held.pieces.items()
-    )
-
-
-def _other_rows(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:
-    """Rows that lie in another order than the tensor says, or than a plain one would."""
-    plain = held.plain()
-    if math.prod(1 + len(held.axes) for _ in whole.shape) > 256:
-        return None
-    for cut in fitting(plain, whole, tolerance, orders=True):
-        split = [dim for dim, axes in enumerate(cut.dims) if axes]
-        if not split:
-            continue
-        axes = tuple(axis for dim in split for axis in cut.dims[dim])
-        dims = f"dim{'s' if len(split) > 1 else ''} {words(map(str, split))}"
-        return Finding("order", f"rows in another order along {dims} (as '{cut}')", axes)
-    return None
-
-
-def _unknown(held: Parts, whole: torch.Tensor, tolerance: Tolerance, error: float) -> Finding:
-    finite = all(bool(torch.isfinite(piece.local).all()) for piece in held.pieces.values())
-    if error == math.inf and not bool(torch.isfinite(whole).all()):
-        return Finding("none", "not infinite, or no number, where the one device's is", (), None, math.inf)
-    if error == math.inf and not finite:
-        return Finding("none", "not finite", (), None, math.inf)
-    if all(not largest_of(piece.local) for piece in held.pieces.values()):
-        return Finding("zero", "zero on every rank", (), 0.0, error)
-    fixed = [axis for axis in held.axes if axis not in held.pending and not _is_cut(held, axis)]
-    differs = tuple(axis for axis in differing(held, tolerance) if axis in fixed)
-    if differs and {_outer(piece) for piece in held.pieces.values()} == {tuple(whole.shape)}:
-        text = f"not the same on the ranks of {words(differs)}, where it should be; no sum of theirs is right either"
-        return Finding("differs", f"{text} (largest relative difference {error:.0e})", differs, None, error)
-    if held.pending:
-        reduced = words(dict.fromkeys(_REDUCED.get(op, op) for op in held.pending.values()))
-        text = f"pending over {words(held.pending)}, as it says, but its {reduced} is wrong"
-        return Finding("none", f"{text} (largest relative difference {error:.0e})", (), None, error)
-    return Finding("none", f"none of these: largest relative difference {error:.0e}", (), None, error)
-
-
-_REDUCED = {"avg": "mean", "max": "maximum", "min": "minimum"}
-"""What a reduction gives, where that has another name."""
-
-
-def differing(held: Parts, tolerance: Tolerance) -> tuple[str, ...]:
-    """The axes along which ranks have different values."""
-    names, found = list(held.sizes), []
-    for axis in held.axes:
-        i = names.index(axis)
-        first: dict[Coordinate, torch.Tensor] = {}
-        for place, piece in held.pieces.items():
-            key = (*place[:i], *place[i + 1 :])
-            other = first.setdefault(key, piece.local)
-            if other.shape != piece.local.shape or not is_close(piece.local, other, tolerance):
-                found.append(axis)
-                break
-    return tuple(found)
 
 
 # --- words
 
 
 def axes_of_factor(factor: float, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The sets of axes of which the factor, or one divided by it, is the product of sizes; the smallest sets."""
+    """The smallest sets of axes of whose sizes the factor, or one divided by it, is the product."""
+    products = {axes: math.prod(sizes[axis] for axis in axes) for axes in subsets(list(sizes))}
     found = [
-        axes
-        for axes in _subsets(list(sizes))
-        for times in (math.prod(sizes[axis] for axis in axes),)
-        if times > 1 and (abs(factor / times - 1) < 1e-6 or abs(factor * times - 1) < 1e-6)
+        a for a, n in products.items() if n > 1 and any(math.isclose(f, n, rel_tol=1e-6) for f in (factor, 1 / factor))
     ]
-    least = min(map(len, found), default=0)
-    return [axes for axes in found if len(axes) == least]
+    return [axes for axes in found if len(axes) == min(map(len, found))]
 
 
 def times_text(factor: float) -> str:
     """`2 times too large`, `2 times too small`; `15/16 of the right one` for what is no whole number."""
     if factor < 0:
-        return "negative" if abs(factor + 1) < 1e-6 else f"{_number(factor)} times the right one"
+        return "negative" if abs(factor + 1) < 1e-6 else f"{factor:.4g} times the right one"
     if abs(factor - 1) < 1e-4:
         return f"too {'large' if factor > 1 else 'small'} by {abs(factor - 1):.0e} of itself"
     for times, how in ((factor, "large"), (1 / factor, "small")):
         if times > 1.5 and abs(times / round(times) - 1) < 1e-6:
             return f"{round(times)} times too {how}"
-    return f"{_fraction(factor)} of the right one"
-
-
-def _number(x: float) -> str:
-    return str(round(x)) if abs(x - round(x)) < 1e-6 else f"{x:.4g}"
-
-
-def _fraction(x: float) -> str:
-    near = Fraction(x).limit_denominator(512)
-    return str(near) if abs(float(near) / x - 1) < 1e-6 else f"{x:.6g}"
+    near = Fraction(factor).limit_denominator(512)
+    return f"{near if abs(float(near) / factor - 1) < 1e-6 else f'{factor:.6g}'} of the right one"
 
 
 def words(names: Iterable[str]) -> str:
     """`dp`, `dp and tp`, `dp, cp and tp`."""
     each = list(names)
-    return each[0] if len(each) == 1 else f"{', '.join(each[:-1])} and {each[-1]}"
+    return "".join(each) if len(each) < 2 else f"{', '.join(each[:-1])} and {each[-1]}"

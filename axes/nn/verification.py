@@ -12,12 +12,11 @@ which tells them apart.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import glob
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,9 +29,9 @@ from axes.algebra.logical import Rules, checked_rules
 from axes.algebra.mesh import Mesh, ambient_mesh
 from axes.algebra.sizes import checked_texts, written_sizes
 from axes.nn.annotations import annotated
-from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
-from axes.nn.judgement import Limits, Mismatch, first_wrong, judged
-from axes.nn.observed import Job, Observed, moved_by, named_tensors, observe
+from axes.nn.diagnosis import Mismatch, axes_of_factor, subsets, words
+from axes.nn.judgement import judged
+from axes.nn.observed import Job, Observed, named_tensors, observe
 from axes.ops.arguments import NamedSpecs
 from axes.ops.module_regions import without_regions
 from axes.runtime import torch_private
@@ -43,9 +42,6 @@ MOST_RANKS = 8
 
 PATIENCE = 300.0
 """Seconds that a run may take where the caller sets no limit."""
-
-MOST_MEASURES = 2
-"""In so many runs on one device at most, while anything differs, it is measured how far rounding moves numbers."""
 
 SHOWN = 20
 """As many differences are listed at most."""
@@ -81,7 +77,7 @@ class Verification:
             return f"{same} on {on}: {self.compared} outputs and gradients"
         lines = [f"not the same function on {on}: {len(self.differences)} differences, the first to look at first"]
         follow = [each for each in self.differences if each.what == "gradient" and each.kind in ("none", "differs")]
-        if self.differences[0].what not in ("module", "order", "value", "random"):
+        if self.differences[0].what not in ("module", "value", "random"):
             follow = []  # nothing that they could follow from
         shown = [each for each in self.differences if each not in follow]
         lines += [f"  {difference}" for difference in shown[:SHOWN]]
@@ -124,8 +120,8 @@ def verify(
     - A function is called with the inputs on every rank. The small mesh is the ambient one, and the argument `mesh` of
       a function that has one. It may use whatever it likes: `parallelize_module`, `fully_shard`, hooks, collectives. It
       returns outputs, a tensor or a tree of tensors and numbers, or `(outputs, module)`. Where it leaves no gradients,
-      backward is run from the scalars that need it, or where there are none, from all outputs; a program that isn't to
-      be trained says so by `module.requires_grad_(False)`. One device runs the same function on a mesh whose axes have
+      backward is run from the scalars that it returns; a program that isn't to be trained says so by
+      `module.requires_grad_(False)`. One device runs the same function on a mesh whose axes have
       size one.
 
     `mesh`: a mesh, or its declaration (`"dp=8 tp=4"`), by default the ambient one; nothing has to be running. Its
@@ -133,25 +129,25 @@ def verify(
     needed, several smaller meshes are used, which together have every two of the axes. `reference`: another
     function or module that computes the right thing on one device, with parameters of the same names. `rtol`,
     `atol`: how far numbers that aren't integers may be apart, relative to the largest that isn't the very same, and at
-    all. By default `rtol` follows from the dtype, float64 where the program allows it, and `atol` is measured for each
-    tensor. `timeout`: seconds for one run, five minutes by default. Keywords are sizes for `specs`.
+    all. By default `rtol` follows from the dtype, float64 where the program allows it, and `atol` from
+    the largest tensor of the same kind. `timeout`: seconds for one run, five minutes by default. Keywords are sizes for
+    `specs`.
 
     What is zero but for rounding, as the gradient of the bias of keys, is another number wherever sums are taken in
-    another order. So where something differs, one device runs the program again, once or twice, each time with all
-    numbers moved by a few of their last bits: inputs, a module's parameters, and results of torch's operations. A
-    tensor may be off by four times what it moved by then, whatever the others are. Custom kernels round as ever, so
-    what is zero but for their rounding counts as different. Where that run raises, nothing is allowed but `rtol`, and
-    the result says so. With an `atol` of yours there is no such run.
+    another order. So a gradient may be off by 500 units in the last place of the largest gradient, a value of the
+    largest value, and an output of a typical number of the outputs of modules. A parameter whose gradient is zero but
+    for rounding may have been stepped by that.
 
     Each rank seeds torch alike before the program starts. torch's dropout is off while values are compared, that inside
     of its attention and recurrent layers too; where there is any, a second run tells whether ranks that should drop the
     same elements do. Where outputs differ behind other random numbers that a module draws, the result says so first.
 
     DTensors say how they lie. For plain tensors whatever their shapes allow is tried: replicated, split along
-    a dim by any axes; a plain scalar may also be a rank's own share of a loss or of a count. Only a
-    program's parameters and outputs are judged; what modules inside return tells where an output went wrong.
+    a dim by any axes, as `torch.chunk` splits it; a plain scalar may also be a rank's own share of a loss or of a
+    count. Only a program's parameters and outputs are judged; what modules inside return tells where an output went
+    wrong.
 
-    Where a program of double precision computes a part in float32 by itself, as the norms of Llama do, 1e-5 may differ.
+    Where a program of double precision computes a part in float32 by itself, as the norms of Llama do, 1e-4 may differ.
     One that does so where it can't be seen, like `fully_shard` with a `MixedPrecisionPolicy`, needs an `rtol`. Buffers
     aren't compared, and of plain outputs neither the order of their rows. What else of a function can't be, as the
     parameters of a module that it doesn't return, is on the first line of the result, "the same but for ...", whose
@@ -176,9 +172,7 @@ def verify(
     wanted = _mesh_of(mesh)
     sizes_of_specs = dict(written_sizes(keywords, sizes))
     job = _job(program, inputs, specs, rules, sizes_of_specs)
-    seeds = list(range(MOST_MEASURES, 0, -1)) if atol is None else []
-    check = _Check(wanted, job, Limits(rtol, atol), PATIENCE if timeout is None else timeout, reference, seeds)
-    return check.run()
+    return _Check(wanted, job, reference, rtol, atol, PATIENCE if timeout is None else timeout).run()
 
 
 # --- arguments
@@ -235,7 +229,6 @@ def _job(
     program: Any, inputs: tuple[Any, ...], specs: Mapping[str, str] | None, rules: Rules | None, sizes: dict[str, int]
 ) -> Job:
     regions: dict[str, tuple[str, NamedSpecs]] = {}
-    weighted = isinstance(program, torch.nn.Module)
     if isinstance(program, torch.nn.Module):
         specs = dict(specs or {})
         for name, spec in annotated(program).items():  # a copy of a parameter doesn't have them
@@ -244,19 +237,7 @@ def _job(
         regions = without_regions(program)
     elif sizes:
         raise SizeError(f"sizes are for specs of a module; found {words(map(shortened, sizes))} beside a function")
-    return Job(program, inputs, (), regions, specs, rules, sizes, weighted=weighted)
-
-
-def _in_double(job: Job) -> Job:
-    def double(x: Any) -> Any:
-        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    def kept(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return double(x.detach()).requires_grad_(x.requires_grad)
-
-    return dataclasses.replace(job, inputs=torch_private.mapped(kept, job.inputs), double=True)
+    return Job(program, inputs, (), regions, specs, rules, sizes)
 
 
 # --- meshes
@@ -272,25 +253,15 @@ def shrunk(mesh: Mesh) -> list[dict[str, int]]:
     if math.prod(small.values()) <= MOST_RANKS:
         return [small]
     large = [name for name, size in small.items() if size > 1]
-    sets = [
-        chosen
-        for count in range(len(large), 0, -1)
-        for chosen in itertools.combinations(large, count)
-        if math.prod(small[name] for name in chosen) <= MOST_RANKS
-    ]
-    missing = {pair for each in sets for pair in itertools.combinations(each, 2)} | {(name, name) for name in large}
-    found = []
+    sets = [chosen for chosen in subsets(large) if math.prod(small[name] for name in chosen) <= MOST_RANKS]
+    sets.sort(key=len, reverse=True)
+    pairs = {chosen: set(itertools.combinations_with_replacement(chosen, 2)) for chosen in sets}
+    missing, found = set().union(*pairs.values()), []
     while missing:
-        best = max(sets, key=lambda each: len(missing & _pairs_in(each)))
-        if not missing & _pairs_in(best):
-            break
-        missing -= _pairs_in(best)
+        best = max(sets, key=lambda chosen: len(missing & pairs[chosen]))
+        missing -= pairs[best]
         found.append({name: size if name in best else 1 for name, size in small.items()})
     return found
-
-
-def _pairs_in(names: Sequence[str]) -> set[tuple[str, str]]:
-    return set(itertools.combinations(names, 2)) | {(name, name) for name in names}
 
 
 def _small(size: int) -> int:
@@ -351,22 +322,17 @@ def _divided(total: int, names: Mapping[str, int]) -> dict[str, int]:
 class _Check:
     mesh: Mesh
     job: Job
-    limits: Limits
-    timeout: float
     reference: Callable[..., Any] | None
-    seeds: list[int]
-    alone: Job | None = None
-    missed: tuple[str, ...] = ()
+    rtol: float | None
+    atol: float | None
+    timeout: float
 
     def run(self) -> Verification:
-        sets = shrunk(self.mesh)
-        one = self._one()
-        self.limits = dataclasses.replace(self.limits, narrow=one.narrow)
+        one, sets = self._one(), shrunk(self.mesh)
         differences: dict[tuple[str, str], Mismatch] = {}
         for small in sets:
             for each in self._on(small, one):
                 differences.setdefault((each.name, each.what), each)
-        meshes = tuple(" ".join(f"{name}={size}" for name, size in small.items()) for small in sets)
         compared = len(one.outputs) + sum(gradient is not None for gradient in one.gradients.values())
         if not compared:
             raise AxesError(
@@ -374,108 +340,51 @@ class _Check:
                 "got a gradient; return outputs (a tensor, or a tuple, list, dict or dataclass of tensors), or "
                 "(outputs, module)"
             )
-        return Verification(tuple(differences.values()), meshes, compared, (*one.missed, *self.missed))
-
-    # runs
+        return Verification(tuple(differences.values()), tuple(map(_declared, sets)), compared, one.missed)
 
     def _launched(self, job: Job, small: Mapping[str, int]) -> list[Observed]:
-        job = dataclasses.replace(job, mesh=_call(self.mesh, small))
-        return launch(observe, math.prod(small.values()), job, timeout=self.timeout)
+        return launch(
+            observe, math.prod(small.values()), replace(job, mesh=_call(self.mesh, small)), timeout=self.timeout
+        )
 
     def _one(self) -> Observed:
         """The one device's run, in double precision where the program takes it. What works is remembered."""
-        given, reference = self.job, self._reference(self.job)
+        given, alone = self.job, dict.fromkeys(self.mesh.shape, 1)
+        program, regions = given.program, given.regions
+        if self.reference is not None:
+            program = copy.deepcopy(self.reference)
+            regions = without_regions(program) if isinstance(program, torch.nn.Module) else {}
+        is_deferred = given.is_module and any(x.is_meta for x in given.program.parameters())
+        plain = isinstance(program, torch.nn.Module) and not is_deferred
+        reference = replace(given, program=program, regions=regions, plain=plain)
         try:
             self.job = _in_double(given)
-            return self._run_alone(_in_double(reference))
+            return self._launched(_in_double(reference), alone)[0]
         except RuntimeError as error:
             if "dtype" not in str(error) and "type" not in str(error):
                 raise
-            self.job = dataclasses.replace(given, double=False)
-            return self._run_alone(dataclasses.replace(reference, double=False))
+            self.job = replace(given, double=False)
+            return self._launched(replace(reference, double=False), alone)[0]
         except AxesError:
-            if not reference.plain or self.reference is not None:
+            if not plain or self.reference is not None:
                 raise
-            return self._run_alone(self.job)
+            return self._launched(self.job, alone)[0]
 
-    def _run_alone(self, job: Job) -> Observed:
-        self.alone = job
-        return self._launched(job, dict.fromkeys(self.mesh.shape, 1))[0]
+    def _on(self, small: Mapping[str, int], one: Observed) -> list[Mismatch]:
+        """What differs on a small mesh.
 
-    def _measure_noise(self, one: Observed, seed: int) -> bool:
-        """Note how far rounding moves what one device computes, at least; whether that could be measured.
-
-        The run has a process of its own, since a program may change what its next run starts from.
+        Where axes aren't known, those of a difference are the ones of which it is gone where they have size one.
         """
-        assert self.alone is not None
-        try:
-            moved = self._launched(dataclasses.replace(self.alone, moved=seed), dict.fromkeys(self.mesh.shape, 1))[0]
-        except Exception as error:  # the program can't do with other numbers
-            self.missed = (f"numbers as rounding moves them: the run that tells how far raised {type(error).__name__}",)
-            return False
-        for key, noise in moved_by(one, moved).items():
-            one.noise[key] = max(noise, one.noise.get(key, 0.0))
-        return True
-
-    def _reference(self, job: Job) -> Job:
-        program, regions = job.program, job.regions
-        if self.reference is not None:
-            program = copy.deepcopy(self.reference)
-            if isinstance(program, torch.nn.Module):
-                regions = without_regions(program)
-        return dataclasses.replace(job, program=program, regions=regions, plain=isinstance(program, torch.nn.Module))
-
-    # differences
-
-    def _on(self, small: dict[str, int], one: Observed) -> list[Mismatch]:
-        ranks = self._launched(self.job, small)
-        found = self._judged(small, ranks, one)
-        while found and self.seeds and self._measure_noise(one, self.seeds.pop()):
-            found = self._judged(small, ranks, one)
-        if not found:
-            return []
-        if any(each.what == "gradient" and each.kind in ("none", "differs", "pending", "scaled") for each in found):
-            one.uses = self._uses(one)
-            found = self._judged(small, ranks, one) if one.uses else found
-        found = self._with_axes(found, small, one)
-        return [*self._orders(found, ranks, small, one), *found]
-
-    def _judged(self, small: Mapping[str, int], ranks: Sequence[Observed], one: Observed) -> list[Mismatch]:
-        return judged(_large(small), ranks, one, self.limits, self._counts())
-
-    def _counts(self) -> dict[str, float]:
-        """For each input of labels of which some are ignored the share of those that count."""
-        found = {}
-        for name, given in named_tensors(self.job.inputs, "inputs"):
-            if given.is_floating_point() or given.dtype == torch.bool:
-                continue
-            for x, where in ((given, name), (given[..., 1:] if given.ndim else given, f"{name}[..., 1:]")):
-                ignored = int((x < 0).sum())
-                if 0 < ignored < x.numel():
-                    text = f"of the {x.numel()} labels in {where} {ignored} are ignored (negative), but counted"
-                    found[text] = (x.numel() - ignored) / x.numel()
-        return found
-
-    def _uses(self, one: Observed) -> dict[str, dict[str, torch.Tensor]]:
-        """What each use of a parameter adds to its gradient, of those used more than once."""
-        job = self._reference(self.job)
-        try:
-            return self._launched(dataclasses.replace(job, uses=True), dict.fromkeys(self.mesh.shape, 1))[0].uses
-        except Exception:  # a program that tells an alias from a parameter: the diagnosis goes without
-            return {}
-
-    def _with_axes(self, found: list[Mismatch], small: dict[str, int], one: Observed) -> list[Mismatch]:
-        """The differences with the axes without which each is gone, where these aren't known yet."""
-        large = _large(small)
+        found = self._judged(small, one)
+        large = {name: size for name, size in small.items() if size > 1}
         forward = any(each.what in ("module", "value") for each in found)  # the rest follows from that
         first = [each for each in found if not forward or each.what in ("module", "value")]
         if not any(not each.axes and each.kind in _OF_AXES for each in first):
             return found
         gone: dict[tuple[str, str], tuple[str, ...]] = {(each.name, each.what): () for each in found}
         for axis in large:
-            fewer = small | {axis: 1}
             try:
-                left = self._judged(fewer, self._launched(self.job, fewer), one)
+                left = self._judged({**small, axis: 1}, one)
             except Exception:  # a program that can't do without the axis: nothing is known of it then
                 continue
             there = {(each.name, each.what): each.factor for each in left}
@@ -485,69 +394,21 @@ class _Check:
                     gone[key] = (*gone[key], axis)
         return [_over(each, gone[each.name, each.what], large) for each in found]
 
-    def _orders(
-        self, found: Sequence[Mismatch], ranks: Sequence[Observed], small: Mapping[str, int], one: Observed
-    ) -> Iterator[Mismatch]:
-        """Parameters whose rows forward takes in another order: with that order, the outputs are right."""
-        wrong = next((each for each in found if each.what == "module"), None)
-        if wrong is None or wrong.kind not in ("none", "differs", "missing"):
-            return
-        large = _large(small)
-        places = list(itertools.product(*(range(size) for size in large.values())))
-        trials = list(itertools.islice(_trials(wrong, dict(zip(places, ranks, strict=True)), one, large), MOST_TRIALS))
-        again = tuple({name: values for name, (_, _, values) in trial.items()} for trial in trials)
-        seen = self._launched(dataclasses.replace(self.job, again=again), small) if again else []
-        first = first_wrong(large, dict(zip(places, ranks, strict=True)), one, self.limits)
-        for i, trial in enumerate(trials):
-            tried = {place: rank.trials[i] for place, rank in zip(places, seen, strict=True)}
-            if first_wrong(large, tried, one, self.limits) <= first:
-                continue
-            for name, (before, after, _) in trial.items():
-                axes = tuple(axis for dim in after.dims for axis in dim)
-                text = f"has its rows in another order than forward takes them in: they lie as '{before}', and as"
-                text += f" '{after}' {wrong.name} is right"
-                yield Mismatch(name, "order", text, axes, kind="order")
-            return
+    def _judged(self, small: Mapping[str, int], one: Observed) -> list[Mismatch]:
+        return judged(Mesh(_declared(small)), self._launched(self.job, small), one, self.rtol, self.atol)
 
 
-_Trial = dict[str, tuple[Cut, Cut, list[torch.Tensor]]]
-"""By parameter its cut, another one, and what each rank has in the other one."""
+def _declared(small: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in small.items())
 
 
-def _trials(
-    wrong: Mismatch, ranks: Mapping[tuple[int, ...], Observed], one: Observed, large: Mapping[str, int]
-) -> Iterator[_Trial]:
-    """Other orders of rows for the split parameters near a wrong module; those of one module change together."""
-    module = wrong.name.partition(" ")[0]
-    near = [f"{module}.", f"{module.rpartition('.')[0]}."] if "." in module else [f"{module}.", ""]
-    holders = dict.fromkeys(
-        name.rpartition(".")[0] for prefix in near for name in one.values if name.startswith(prefix)
-    )
-    for holder in holders:
-        options: dict[int, _Trial] = {}
-        for name, whole in one.values.items():
-            pieces = {place: seen.values[name] for place, seen in ranks.items() if name in seen.values}
-            if name.rpartition(".")[0] != holder or len(pieces) < len(ranks):
-                continue
-            held = Parts(large, {place: Piece(piece.local) for place, piece in pieces.items()})
-            for before in fitting(held, whole.local, Tolerance(1e-6, 0.0), orders=True):
-                dim = next((dim for dim, axes in enumerate(before.dims) if axes), None)
-                for after in held.cuts(tuple(whole.local.shape), orders=True) if dim is not None else ():
-                    alike = after.dims == before.dims and all(n == 1 for d, n in enumerate(after.blocks) if d != dim)
-                    if alike and after.blocks != before.blocks:
-                        vectors = held.expected(after, whole.local, {})
-                        assert dim is not None
-                        assert vectors is not None
-                        shapes = [piece.local.shape for piece in pieces.values()]
-                        parts = vectors.split([shape.numel() for shape in shapes])
-                        values = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-                        options.setdefault(after.blocks[dim], {}).setdefault(name, (before, after, values))
-                break
-        yield from options.values()
+def _in_double(job: Job) -> Job:
+    def kept(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        return x.detach().double().requires_grad_(x.requires_grad)
 
-
-MOST_TRIALS = 24
-"""As many other orders of rows are tried at most."""
+    return replace(job, inputs=torch_private.mapped(kept, job.inputs), double=True)
 
 
 def _same_factor(one: float | None, other: float | None) -> bool:
@@ -555,10 +416,6 @@ def _same_factor(one: float | None, other: float | None) -> bool:
 
 
 _OF_AXES = ("factor", "every", "added", "none", "differs", "order")
-
-
-def _large(small: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in small.items() if size > 1}
 
 
 def _over(difference: Mismatch, gone: tuple[str, ...], sizes: Mapping[str, int]) -> Mismatch:
@@ -569,7 +426,7 @@ def _over(difference: Mismatch, gone: tuple[str, ...], sizes: Mapping[str, int])
         possible = axes_of_factor(difference.factor or 1.0, sizes)
         axes = next((each for each in possible if set(each) == set(gone)), None)
         axes = axes or next((each for each in possible if set(each) <= set(gone)), ())
-        if not axes and difference.kind != "added":
-            return dataclasses.replace(difference, text=f"{difference.text} (right where {words(gone)} has size 1)")
-        return dataclasses.replace(difference, axes=axes)
-    return dataclasses.replace(difference, text=f"{difference.text}; right where {words(gone)} has size 1", axes=gone)
+        if axes or difference.kind == "added":
+            return replace(difference, axes=axes)
+        return replace(difference, text=f"{difference.text} (right where {words(gone)} has size 1)")
+    return replace(difference, text=f"{difference.text}; right where {words(gone)} has size 1", axes=gone)
