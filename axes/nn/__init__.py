@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from axes.nn.clipping import clip_grad_norm_ as clip_grad_norm_
-    from axes.nn.clipping import total_norm as total_norm
+    from axes.nn.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from axes.nn.clip_grad_norm import total_norm as total_norm
     from axes.nn.dropping import Dropout as Dropout
     from axes.nn.dropping import dropout as dropout
     from axes.nn.functions import cross_entropy as cross_entropy
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from axes.nn.weight_files import load_safetensors as load_safetensors
 
 _HOME = {
-    "axes.nn.clipping": ("clip_grad_norm_", "total_norm"),
+    "axes.nn.clip_grad_norm": ("clip_grad_norm_", "total_norm"),
     "axes.nn.dropping": ("Dropout", "dropout"),
     "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
     "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.sizes import checked_flag
-from axes.nn.local_gradients import local_tensor, settled_gradient
+from axes.nn.clip_grad_norm import local_tensor, settled_gradient
 from axes.runtime import torch_private
 from axes.runtime.border import spec_around
 from axes.runtime.transforms import check_dense

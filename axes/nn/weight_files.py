@@ -27,7 +27,7 @@ from axes.algebra.errors import ShardingError, shown, suggestion
 from axes.algebra.layout import Universe
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sizes import tuple_of
-from axes.nn.local_gradients import local_tensor
+from axes.nn.clip_grad_norm import local_tensor
 from axes.runtime.agreement import agree, ranks_text, refuse
 from axes.runtime.checkpoint import parts_of
 from axes.runtime.groups import current_world, time_limit
