@@ -44,12 +44,16 @@ if TYPE_CHECKING:
     from axes.algebra.transfers import transfer as transfer
     from axes.nn.annotations import annotate as annotate
     from axes.nn.constrain import constrain as constrain
+    from axes.nn.functions import argmax as argmax
     from axes.nn.functions import cross_entropy as cross_entropy
     from axes.nn.functions import embedding as embedding
+    from axes.nn.functions import entropy as entropy
     from axes.nn.functions import layer_norm as layer_norm
+    from axes.nn.functions import log_softmax as log_softmax
     from axes.nn.functions import logsumexp as logsumexp
     from axes.nn.functions import rms_norm as rms_norm
     from axes.nn.functions import softmax as softmax
+    from axes.nn.functions import topk as topk
     from axes.nn.shard_module import shard_module as shard_module
     from axes.nn.verification import verify as verify
     from axes.ops.collectives import all_gather as all_gather
@@ -103,7 +107,18 @@ _HOME = {
     "axes.algebra.transfers": ("transfer",),
     "axes.nn.annotations": ("annotate",),
     "axes.nn.constrain": ("constrain",),
-    "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
+    "axes.nn.functions": (
+        "argmax",
+        "cross_entropy",
+        "embedding",
+        "entropy",
+        "layer_norm",
+        "log_softmax",
+        "logsumexp",
+        "rms_norm",
+        "softmax",
+        "topk",
+    ),
     "axes.nn.shard_module": ("shard_module",),
     "axes.nn.verification": ("verify",),
     "axes.ops.collectives": (

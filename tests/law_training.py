@@ -59,7 +59,7 @@ class Layer(nn.Module):
         self.kind, self.sizes, self.places, self.mesh = kind, sizes, places, mesh
         if kind == "named":
             self.norm = axes.nn.RMSNorm("b s e", over="e", e=sizes["e"])
-            self.up = axes.nn.Einsum("b s e, f e -> b s f", bias="f", e=sizes["e"], f=sizes["f"])
+            self.up = axes.nn.Einsum("b s e, f e -> b s f", e=sizes["e"], f=sizes["f"])
             self.down = axes.nn.Einsum("b s f@*, e f@* -> b s e", e=sizes["e"], f=sizes["f"])
             return
         for name, names in WEIGHTS[kind].items():

@@ -10,6 +10,7 @@ import copy
 import gc
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,26 +45,31 @@ class MLP(nn.Module):
         heads = "heads" + (tp or "@*")
         self.embedding = axes.nn.Embedding(f"b s, vocab{tp} embed -> b s embed", vocab=12, embed=8)
         self.norm = axes.nn.LayerNorm("b s embed", over="embed", embed=8)
-        self.heads = axes.nn.Einsum("b s embed, (heads k) embed -> b s heads k", bias="heads k", heads=4, k=2, embed=8)
+        self.heads = axes.nn.Einsum("b s embed, (heads k) embed -> b s heads k", heads=4, k=2, embed=8)
+        self.bias = nn.Parameter(torch.randn(4, 2))
         self.back = axes.nn.Einsum(f"b s {heads} k, embed ({heads} k) -> b s embed", heads=4, k=2, embed=8)
         self.out = axes.nn.RMSNorm("b s embed", over="embed", eps=1e-6, embed=8)
-        self.up = axes.nn.Einsum("b s embed, mlp embed -> b s mlp", bias="mlp", embed=8, mlp=6)
-        self.join = axes.nn.Rearrange("b s (two half) -> b s half two", two=2)
-        self.mean = axes.nn.Reduce("b s half two@* -> b s half", "mean")
-        self.loss, self.tp = axes.nn.CrossEntropy(loss), tp
+        self.up = axes.nn.Einsum("b s embed, mlp embed -> b s mlp", embed=8, mlp=6)
+        axes.annotate(self, {"bias": "heads k"})
+        self.loss, self.tp = loss, tp
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        y = self.up(self.out(x + self.back(torch.tanh(self.heads(self.norm(x))))))
-        return self.loss(y, tokens % 6) if self.tp else self.loss(self.mean(self.join(y)), tokens % 3)
+        y = self.up(self.out(x + self.back(torch.tanh(self.heads(self.norm(x)) + self.bias))))
+        if self.tp:
+            return axes.cross_entropy(y, tokens % 6, self.loss, mlp=6)
+        y = axes.reduce(
+            axes.rearrange(y, "b s (two half) -> b s half two", two=2), "b s half two@* -> b s half", "mean"
+        )
+        return axes.cross_entropy(y, tokens % 3, self.loss)
 
 
 def by_torch(model: MLP) -> torch.Tensor:
     x = F.embedding(TOKENS, model.embedding.weight)
     h = F.layer_norm(x, (8,), model.norm.weight, model.norm.bias)
-    h = F.linear(h, model.heads.weight, model.heads.bias.view(-1))
+    h = F.linear(h, model.heads.weight, model.bias.view(-1))
     x = F.rms_norm(x + F.linear(torch.tanh(h), model.back.weight), (8,), model.out.weight, 1e-6)
-    y = F.linear(x, model.up.weight, model.up.bias)
+    y = F.linear(x, model.up.weight)
     if model.tp:
         return F.cross_entropy(y.flatten(0, 1), (TOKENS % 6).view(-1))
     return F.cross_entropy(y.unflatten(-1, (2, 3)).mean(-2).flatten(0, 1), (TOKENS % 3).view(-1))
@@ -102,7 +108,6 @@ def layers_on_ranks() -> None:
     with axes.init_mesh("dp=4 tp=2", device_type="cpu"), case("a region"):
         model = whole_mlp(loss="b@dp s mlp@tp, b@dp s -> ", tp="@tp")
         axes.shard_module(model, rules=Rules([("vocab", "tp"), ("heads", "tp"), ("mlp", "tp"), ("...", None)]))
-        model.loss = axes.nn.CrossEntropy("b@dp s mlp@tp, b@dp s -> ", mlp=6)
         axes.shard_map(model, "b@dp s -> ")
         check_same(model, model(axes.shard(TOKENS, "b@dp s")), whole_mlp(tp="@tp"))
 
@@ -159,20 +164,95 @@ def test_values_are_drawn_within_the_bounds_of_linear_and_a_row_of_padding_start
         assert layer.weight.to_local()[:, 0].count_nonzero() == 2
 
 
-def test_a_copy_of_a_layer_keeps_its_names_and_a_bias_is_broadcast_over_dots(capsys):
-    layer = copy.deepcopy(axes.nn.Einsum("... d, (h k) d -> ... h k", bias="h k", h=2, k=3, d=4))
+def test_a_copy_of_a_layer_keeps_its_names(capsys):
+    layer = copy.deepcopy(axes.nn.Einsum("... d, (h k) d -> ... h k", h=2, k=3, d=4))
     axes.shard_module(layer, mesh=axes.Mesh("tp=2"), rules=Rules(h="tp", k=None, d=None), dry_run=True)
-    assert re.search(r"weight +\(h=2 k=3\) d +\(h=2@tp k=3\) d +3x4 .*\nbias +h k +h@tp k ", capsys.readouterr().out)
+    assert re.search(r"weight +\(h=2 k=3\) d +\(h=2@tp k=3\) d +3x4 ", capsys.readouterr().out)
     x = torch.randn(5, 2, 4)
-    expected = F.linear(x, layer.weight, layer.bias.view(-1)).view(5, 2, 2, 3)
+    expected = F.linear(x, layer.weight).view(5, 2, 2, 3)
     assert torch.allclose(layer(x), expected, atol=1e-5)
 
 
 def test_a_layer_prints_its_expression_and_sizes():
     text = repr(MLP())
     assert "Einsum('b s embed, mlp embed -> b s mlp', embed=8, mlp=6)" in text
-    assert "RMSNorm('b s embed', over='embed', embed=8)" in text
-    assert "Reduce('b s half two@* -> b s half', 'mean')" in text
+    assert "RMSNorm('b s embed', embed=8)" in text
+
+
+# ------------------------------------------------------------------------------ functions over a vocabulary
+
+VOCABULARY = 257
+"""What no number of ranks divides."""
+
+
+def chosen(z: torch.Tensor) -> torch.Tensor:
+    return torch.arange(6).view(2, 3) * 100 % VOCABULARY
+
+
+def loss_of(z: torch.Tensor, weight: torch.Tensor | None = None, z_loss: float = 0.0, **how: Any) -> torch.Tensor:
+    labels = chosen(z)
+    labels[0, 0] = how.get("ignore_index", -100)
+    plain = F.cross_entropy(z.flatten(0, 1), labels.flatten(), weight, **how)
+    return plain + z_loss * z.logsumexp(-1)[labels != -100].square().mean()
+
+
+W = torch.linspace(0.5, 2.0, VOCABULARY, dtype=torch.float64)
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    # what axes computes of logits, labels and weights that are split by v, and what one device computes
+    "softmax": (lambda x, t, w: axes.softmax(x, "b s v@tp", over="v"), lambda z: z.softmax(-1)),
+    "log_softmax": (lambda x, t, w: axes.log_softmax(x, "b s v@tp", over="v"), lambda z: z.log_softmax(-1)),
+    "logsumexp": (lambda x, t, w: axes.logsumexp(x, "b s v@tp", over="v"), lambda z: z.logsumexp(-1)),
+    "entropy": (
+        lambda x, t, w: axes.entropy(x, "b s v@tp", over="v"),
+        lambda z: torch.distributions.Categorical(logits=z).entropy(),
+    ),
+    "argmax": (lambda x, t, w: axes.argmax(x, "b s v@tp", over="v"), lambda z: z.argmax(-1)),
+    "topk": (lambda x, t, w: axes.topk(x, "b s v@tp", 5, over="v")[0], lambda z: z.topk(5).values),
+    "topk, places": (lambda x, t, w: axes.topk(x, "b s v@tp", 5, over="v")[1], lambda z: z.topk(5).indices),
+    "loss": (lambda x, t, w: axes.cross_entropy(x, t, LOSS), loss_of),
+    "loss, smoothed": (
+        lambda x, t, w: axes.cross_entropy(x, t, LOSS, label_smoothing=0.2),
+        lambda z: loss_of(z, label_smoothing=0.2),
+    ),
+    "loss, weighted and smoothed": (
+        lambda x, t, w: axes.cross_entropy(x, t, LOSS, "sum", weight=w, label_smoothing=0.2),
+        lambda z: loss_of(z, W, reduction="sum", label_smoothing=0.2),
+    ),
+    "loss, with z-loss": (
+        lambda x, t, w: axes.cross_entropy(x, t, LOSS, z_loss=0.1),
+        lambda z: loss_of(z, z_loss=0.1),
+    ),
+}
+LOSS = "b s v@tp, b s -> "
+
+
+def functions_over_a_vocabulary(compiled: bool) -> None:
+    with axes.init_mesh(f"tp={dist.get_world_size()}", device_type="cpu"):
+        whole = torch.linspace(0, 400, 6 * VOCABULARY, dtype=torch.float64).sin().mul(3).view(2, 3, VOCABULARY)
+        labels = chosen(whole)
+        labels[0, 0] = -100
+        for name, (ours, theirs) in FUNCTIONS.items():
+            with case(name):
+                run = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+                x = axes.shard(whole, "b s v@tp").requires_grad_()
+                z = whole.clone().requires_grad_()
+                y = run(x, axes.shard(labels, "b s"), axes.shard(W, "v@tp"))
+                expected = theirs(z)
+                torch.testing.assert_close(axes.unshard(y.detach()), expected.detach(), rtol=1e-12, atol=1e-12)
+                if expected.requires_grad:
+                    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double()
+                    y.backward(axes.shard(weights, axes.spec_of(y)))
+                    expected.backward(weights)
+                    torch.testing.assert_close(axes.unshard(x.grad), z.grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compiled"),
+    [(2, False), (3, False), (4, False), (3, True), *(pytest.param(n, True, marks=pytest.mark.full) for n in (2, 4))],
+)
+def test_functions_over_a_split_vocabulary_are_those_of_one_device(warm, ranks, compiled):
+    warm(functions_over_a_vocabulary, ranks, compiled, timeout=300)
 
 
 # ------------------------------------------------------------------------------ where tensors lie

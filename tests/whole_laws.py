@@ -879,13 +879,13 @@ def places_in(text: str) -> set[str]:
 
 
 def functions(d: Draw) -> None:
-    """Softmax, losses, norms and embeddings over split dims are those of one device, in both views."""
+    """Softmax, losses, norms, embeddings and the largest elements over split dims are those of one device, in both views."""
     grid, g = d.grid(computed=True)
     m = mesh_of(g)
     local = d.chance(0.4)
     if local:
         d.features.add("local view")
-    name = d.random.choice(("softmax", "logsumexp", "cross_entropy", "embedding", "rms_norm", "layer_norm"))
+    name = d.random.choice(tuple(FUNCTION))
     d.features.add(name)
     extents = (1, 1, 2, 3, 4, 5, 6, 7, 8, 12)
     shape = d.shape(d.random.choice((1, 2, 2, 3)), extents=extents)
@@ -939,13 +939,44 @@ def compare(d: Draw, grid: Grid, g: str, spec: str, leaves: Mapping[str, str], t
 
 
 def _softmax(d, grid, g, m, shape, spec, dims, over, said, local):
-    p, name = d.program, d.random.choice(("softmax", "logsumexp"))
+    p, name = d.program, d.random.choice(("softmax", "log_softmax", "logsumexp", "entropy"))
     make_whole(d, "X", shape, torch.float64, g)
+    if shape[over] > 1 and d.chance(0.2) and name in ("softmax", "entropy"):
+        p.do(f"X = X.index_fill({over}, torch.tensor(0), -torch.inf)")
     put(d, "x", grid, g, spec, local)
     p.do(f"y = axes.{name}(x, {spec!r}, over='d{over}', mesh={m})")
-    p.do(f"Y = torch.{name}(X, {over})")
-    rest = " ".join(dim for i, dim in enumerate(dims) if i != over) if name == "logsumexp" else spec
+    if name == "entropy":
+        p.do(f"P = X.softmax({over})")
+        p.do(f"Y = -(P * torch.where(P > 0, P, 1).log()).sum({over})")
+    else:
+        p.do(f"Y = torch.{name}(X, {over})")
+    rest = spec if "softmax" in name else " ".join(dim for i, dim in enumerate(dims) if i != over)
     compare(d, grid, g, rest, {"x": spec}, spec, local)
+
+
+def _argmax(d, grid, g, m, shape, spec, dims, over, said, local):
+    """Of numbers with ties, some of them infinite or NaN."""
+    p = d.program
+    make_whole(d, "X", shape, torch.float64, g)
+    p.do(f"X = X.round(decimals={d.random.choice((0, 1))})")
+    if d.chance(0.3):
+        p.do(f"X = torch.where(X > 1, {d.random.choice(('torch.nan', 'torch.inf', '-torch.inf'))}, X)")
+    put(d, "x", grid, g, spec, local, False)
+    p.do(f"y = axes.argmax(x, {spec!r}, over='d{over}', mesh={m}{said if d.chance(0.5) else ''})")
+    p.do(f"Y = X.argmax({over})")
+    p.do(f"check(y, Y, {g}, {' '.join(dim for i, dim in enumerate(dims) if i != over)!r})")
+
+
+def _topk(d, grid, g, m, shape, spec, dims, over, said, local):
+    p, k = d.program, d.random.randint(1, shape[over])
+    make_whole(d, "X", shape, torch.float64, g)
+    p.do("X = X + torch.arange(X.numel()).view(X.shape) * 1e-6  # no two are equal")
+    put(d, "x", grid, g, spec, local)
+    p.do(f"y, places = axes.topk(x, {spec!r}, {k}, over='d{over}', mesh={m}{said if d.chance(0.5) else ''})")
+    p.do(f"Y = X.topk({k}, {over}).values")
+    result = " ".join("k" if i == over else dim for i, dim in enumerate(dims))
+    p.do(f"check(places, X.topk({k}, {over}).indices, {g}, {result!r})")
+    compare(d, grid, g, result, {"x": spec}, spec, local)
 
 
 def _norm(d, grid, g, m, shape, spec, dims, over, said, local):
@@ -983,15 +1014,29 @@ def _loss(d, grid, g, m, shape, spec, dims, over, said, local):
         p.do("T = torch.where(torch.rand(T.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100, T)")
     put(d, "t", grid, g, labels, local, False)
     right = " ".join(dims[i] for i in result)
-    p.do(f"y = axes.cross_entropy(x, t, {f'{spec}, {labels} -> {right}'!r}, reduction={reduction!r}, mesh={m}{said})")
+    smoothing, z_loss, options = d.random.choice((0, 0, 0.25, 1.0)), d.random.choice((0, 0, 0.5)), ""
+    p.do("counted = (T != -100).double()")
+    if d.chance(0.4):
+        make_whole(d, "W", (shape[over],), torch.float64, g)
+        p.do("W = W.abs()")
+        put(d, "w", grid, g, dims[over], local, False)
+        p.do("counted = counted * W[T.clamp(min=0)]")
+        options += ", weight=w"
+    for option, value in (("label_smoothing", smoothing), ("z_loss", z_loss)):
+        options += f", {option}={value}" if value else ""
     p.do(
-        f"Z = torch.nn.functional.cross_entropy(X.movedim({over}, -1).reshape(-1, {shape[over]}), T.reshape(-1), reduction='none').view(T.shape)"
+        f"y = axes.cross_entropy(x, t, {f'{spec}, {labels} -> {right}'!r}, reduction={reduction!r}, mesh={m}{said}{options})"
     )
+    theirs = f"weight={'W' if 'weight' in options else None}, label_smoothing={smoothing}"
+    p.do(
+        f"Z = torch.nn.functional.cross_entropy(X.movedim({over}, -1).reshape(-1, {shape[over]}), T.reshape(-1), reduction='none', {theirs}).view(T.shape)"
+    )
+    p.do(f"Z = Z + {z_loss} * torch.logsumexp(X, {over}).square() * (T != -100)")
     gone = tuple(kept.index(i) for i in kept if i not in result)
     if not gone:
         p.do("Y = Z")
     else:
-        p.do(f"Y = Z.sum({gone})" + (f" / (T != -100).sum({gone})" if reduction == "mean" else ""))
+        p.do(f"Y = Z.sum({gone})" + (f" / counted.sum({gone})" if reduction == "mean" else ""))
     compare(d, grid, g, right, {"x": spec}, f"{spec}, {labels} -> {right}", local)
 
 
@@ -1020,9 +1065,9 @@ def _embedding(d, grid, g, m, shape, spec, dims, over, said, local):
 
 FUNCTION: dict[str, Callable[..., None]] = {
     "softmax": _softmax,
-    "logsumexp": _softmax,
-    "rms_norm": _norm,
-    "layer_norm": _norm,
+    "norm": _norm,
+    "argmax": _argmax,
+    "topk": _topk,
     "cross_entropy": _loss,
     "embedding": _embedding,
 }

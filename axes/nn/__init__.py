@@ -17,18 +17,19 @@ if TYPE_CHECKING:
     from axes.nn.clip_grad_norm import total_norm as total_norm
     from axes.nn.dropping import Dropout as Dropout
     from axes.nn.dropping import dropout as dropout
+    from axes.nn.functions import argmax as argmax
     from axes.nn.functions import cross_entropy as cross_entropy
     from axes.nn.functions import embedding as embedding
+    from axes.nn.functions import entropy as entropy
     from axes.nn.functions import layer_norm as layer_norm
+    from axes.nn.functions import log_softmax as log_softmax
     from axes.nn.functions import logsumexp as logsumexp
     from axes.nn.functions import rms_norm as rms_norm
     from axes.nn.functions import softmax as softmax
-    from axes.nn.layers import CrossEntropy as CrossEntropy
+    from axes.nn.functions import topk as topk
     from axes.nn.layers import Einsum as Einsum
     from axes.nn.layers import Embedding as Embedding
     from axes.nn.layers import LayerNorm as LayerNorm
-    from axes.nn.layers import Rearrange as Rearrange
-    from axes.nn.layers import Reduce as Reduce
     from axes.nn.layers import RMSNorm as RMSNorm
     from axes.nn.optimizers import local_optimizer as local_optimizer
     from axes.nn.verification import verify as verify
@@ -37,8 +38,19 @@ if TYPE_CHECKING:
 _HOME = {
     "axes.nn.clip_grad_norm": ("clip_grad_norm_", "total_norm"),
     "axes.nn.dropping": ("Dropout", "dropout"),
-    "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
-    "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),
+    "axes.nn.functions": (
+        "argmax",
+        "cross_entropy",
+        "embedding",
+        "entropy",
+        "layer_norm",
+        "log_softmax",
+        "logsumexp",
+        "rms_norm",
+        "softmax",
+        "topk",
+    ),
+    "axes.nn.layers": ("Einsum", "Embedding", "LayerNorm", "RMSNorm"),
     "axes.nn.optimizers": ("local_optimizer",),
     "axes.nn.verification": ("verify",),
     "axes.nn.weight_files": ("load_safetensors",),

@@ -2,6 +2,7 @@
 
     p = axes.softmax(scores, "b h q k@cp", over="k")                            # two small all-reduces
     loss = axes.cross_entropy(logits, labels, "b s v@tp, b s -> ")              # the vocabulary stays split
+    best = axes.argmax(logits, "b s v@tp", over="v")                            # the place in the whole vocabulary
     h = axes.embedding(ids, table, "b s, v@tp d -> b s@tp d")                   # summed and scattered
     y = axes.rms_norm(h, "b s d@tp", over="d", weight=w)
 
@@ -28,18 +29,19 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import nested_chunk
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown, suggestion, wrong_dims
 from axes.algebra.grammar import Dim, Pending, Place, Spec, checked_text, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh, use_mesh
 from axes.algebra.sizes import given_sizes, whole_number
 from axes.ops.autocast import of_function
-from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
+from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, pmin, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.module_regions import RegionCall
 from axes.ops.request import T
@@ -51,11 +53,13 @@ from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, ch
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
+Over = str | Sequence[str]
+"""Names of dims, in one text or one by one."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def softmax(x: T, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> T:
+def softmax(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
     """The softmax over the named dims; the result is sharded as `x` is.
 
     Two all-reduces (a maximum and a sum) of the size of `x` without these dims, none where they
@@ -64,12 +68,23 @@ def softmax(x: T, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = N
     >>> softmax(torch.zeros(2, 4), "q k", over="k")[0].tolist()
     [0.25, 0.25, 0.25, 0.25]
     """
-    _check_floats("softmax", x)
     form = _form("softmax", spec, dims_to_work_over(over))
     return _applied("softmax", functools.partial(_softmax, form), f"{form.spec} -> {form.spec}", (x,), mesh)
 
 
-def logsumexp(x: T, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> T:
+def log_softmax(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
+    """The logarithm of the softmax over the named dims; the result is sharded as `x` is.
+
+    It sends what `softmax` does. As `torch.log_softmax`.
+
+    >>> log_softmax(torch.zeros(2, 4), "q k", over="k")[0, 0].exp().item()
+    0.25
+    """
+    form = _form("log_softmax", spec, dims_to_work_over(over))
+    return _applied("log_softmax", functools.partial(_log_softmax, form), f"{form.spec} -> {form.spec}", (x,), mesh)
+
+
+def logsumexp(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
     """The logarithm of the sum of exponentials over the named dims, which the result lacks.
 
     Two all-reduces of the size of the result, none where the dims aren't split; one in backward. As
@@ -78,16 +93,63 @@ def logsumexp(x: T, spec: str, /, over: str | Sequence[str], mesh: Mesh | None =
     >>> round(logsumexp(torch.zeros(2, 8), "q k", over="k")[0].item(), 4)
     2.0794
     """
-    _check_floats("logsumexp", x)
     form = _form("logsumexp", spec, dims_to_work_over(over))
     return _applied("logsumexp", functools.partial(_logsumexp, form), f"{form.spec} -> {form.rest}", (x,), mesh)
+
+
+def entropy(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
+    """The entropy, in nats, of the softmax over the named dims, which the result lacks.
+
+    Two all-reduces, of the size of the result and of twice that; one in backward. As
+    `torch.distributions.Categorical(logits=x).entropy()`.
+
+    >>> round(entropy(torch.zeros(2, 8), "q k", over="k")[0].item(), 4)
+    2.0794
+    """
+    form = _form("entropy", spec, dims_to_work_over(over))
+    return _applied("entropy", functools.partial(_entropy, form), f"{form.spec} -> {form.rest}", (x,), mesh)
+
+
+def argmax(x: T, spec: str, /, over: str, mesh: Mesh | None = None, **sizes: int) -> T:
+    """The index of the largest element along one dim of the whole tensor, in int64; the result lacks that dim.
+
+    The first of equal elements, and the first NaN where there is one, as `torch.argmax` has it. Two all-reduces of
+    the size of the result. `sizes`: the whole size of the dim, of plain shards.
+
+    >>> argmax(torch.tensor([[1.0, 3.0, 3.0]]), "b v", over="v").tolist()
+    [1]
+    """
+    form, whole = _of_one_dim("argmax", spec, over, x, sizes)
+    local = functools.partial(_argmax, form.worked[0], whole)
+    return _applied("argmax", local, f"{form.spec} -> {form.rest}", (x,), mesh)
+
+
+def topk(x: T, spec: str, k: int, /, over: str, mesh: Mesh | None = None, **sizes: int) -> tuple[T, T]:
+    """The `k` largest elements along one dim, in descending order, and their indices in the whole tensor.
+
+    Both results have `k` elements in the place of the dim, unsplit. Each rank sends its own `k` to the others, values
+    and indices, in two all-gathers. Of equal elements any are taken. The gradient of the values is that of
+    `torch.topk`. `sizes` are as in `argmax`.
+
+    >>> values, indices = topk(torch.tensor([[1.0, 5.0, 3.0]]), "b v", 2, over="v")
+    >>> values.tolist(), indices.tolist()
+    ([[5.0, 3.0]], [[1, 2]])
+    """
+    count = whole_number(k)
+    if count is None or not 1 <= count < 2**31:
+        raise ShardingError(f"topk's k is a whole number from 1; found {shown(k)}")
+    form, whole = _of_one_dim("topk", spec, over, x, sizes)
+    dims = ["_" if dim == form.worked[0].name else dim for dim in form.names]
+    local = functools.partial(_topk, form.worked[0], whole, count)
+    result = " ".join(dims)
+    return _applied("topk", local, f"{form.spec} -> {result}, {result}", (x,), mesh)  # type: ignore[return-value]
 
 
 def rms_norm(
     x: T,
     spec: str,
     /,
-    over: str | Sequence[str],
+    over: Over,
     weight: T | None = None,
     eps: float | None = None,
     mesh: Mesh | None = None,
@@ -102,11 +164,9 @@ def rms_norm(
     >>> rms_norm(torch.full((2, 4), 3.0), "s d", over="d")[0].tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
-    _check_floats("rms_norm", x)
     form = _form("rms_norm", spec, dims_to_work_over(over))
     checked_eps(eps)
-    eps = torch.finfo(torch.float32 if x.dtype in _HALVES else x.dtype).eps if eps is None else eps
-    local = functools.partial(_rms_norm, form, _wholes(form.places, x, sizes), eps)
+    local = functools.partial(_rms_norm, form, _wholes(form.worked, x, sizes), eps)
     return _normed("rms_norm", local, form, (x, weight), mesh)
 
 
@@ -114,7 +174,7 @@ def layer_norm(
     x: T,
     spec: str,
     /,
-    over: str | Sequence[str],
+    over: Over,
     weight: T | None = None,
     bias: T | None = None,
     eps: float = 1e-5,
@@ -129,10 +189,9 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), "s d", over="d", eps=0.0)[0].tolist()
     [-1.0, 1.0]
     """
-    _check_floats("layer_norm", x)
     form = _form("layer_norm", spec, dims_to_work_over(over))
     checked_eps(eps)
-    local = functools.partial(_layer_norm, form, _wholes(form.places, x, sizes), eps, weight is not None)
+    local = functools.partial(_layer_norm, form, _wholes(form.worked, x, sizes), eps, weight is not None)
     return _normed("layer_norm", local, form, (x, weight, bias), mesh)
 
 
@@ -144,6 +203,10 @@ def cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     ignore_index: int = -100,
     mesh: Mesh | None = None,
+    *,
+    weight: T | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     **sizes: int,
 ) -> T:
     """The negative log-likelihood of labels: `"b@dp s v@tp, b@dp s -> "`.
@@ -157,26 +220,32 @@ def cross_entropy(
     raise, ranks would have to wait for the values, and only some would.) Where the label is `ignore_index`,
     both are 0.
 
+    weight: of each class, split as the vocabulary; a mean is over the weights of the labels. It gets no gradient.
+    label_smoothing: this share of each label is spread over all classes. Both are as in torch.
+    z_loss: this number times the square of the logarithm of the softmax's denominator is added for each label, which
+        keeps logits from drifting (PaLM has 1e-4).
+
     >>> round(cross_entropy(torch.zeros(2, 8), torch.tensor([1, 7]), "s v, s -> ").item(), 4)
     2.0794
     """
     form = _loss_form(expression)
-    ignored = checked_loss(reduction, ignore_index)
-    _check_floats("cross_entropy", logits)
-    _check_integers("cross_entropy", "labels", labels)
-    (whole,) = _wholes((form.vocabulary,), logits, sizes)
-    local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignored)
-    return _applied("cross_entropy", local, form.expression, (logits, labels), mesh)
-
-
-def checked_loss(reduction: object, ignore_index: object) -> int:
-    """`ignore_index` as a plain `int`; `ShardingError` where it or the reduction is none that a loss can have."""
     ignored = whole_number(ignore_index)
     if ignored is None or not -(2**63) <= ignored < 2**63:
         raise ShardingError(f"cross_entropy's ignore_index is a whole number; found {shown(ignore_index)}")
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shown(reduction)}")
-    return ignored
+    if not isinstance(label_smoothing, numbers.Real) or not 0 <= label_smoothing <= 1:
+        raise ShardingError(f"cross_entropy's label_smoothing is a number from 0 to 1; found {shown(label_smoothing)}")
+    if not isinstance(z_loss, numbers.Real) or not 0 <= z_loss < math.inf:
+        raise ShardingError(f"cross_entropy's z_loss is a number from 0, like 1e-4; found {shown(z_loss)}")
+    check_integers("cross_entropy", "labels", labels)
+    (whole,) = _wholes(form.over.worked, logits, sizes)
+    local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignored, label_smoothing, z_loss)
+    if weight is None:
+        return _applied("cross_entropy", local, f"{form.left} -> {form.result}", (logits, labels), mesh)
+    check_floats("cross_entropy", weight)
+    expression = f"{form.left}, {form.over.parameter} -> {form.result}"
+    return _applied("cross_entropy", local, expression, (logits, labels, weight.detach()), mesh)
 
 
 def embedding(
@@ -194,7 +263,7 @@ def embedding(
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
     form = _table_form(expression)
-    _check_integers("embedding", "ids", ids)
+    check_integers("embedding", "ids", ids)
     (whole,) = _wholes((form.rows,), table, sizes)
     padding_idx = checked_padding(padding_idx)
     local = functools.partial(_embedding, form.rows, whole, padding_idx)
@@ -217,8 +286,7 @@ def checked_padding(padding_idx: object, rows: int | None = None) -> int | None:
 # expressions
 
 
-@dataclass(frozen=True)
-class _Where:
+class Worked(NamedTuple):
     """A dim that is worked over: its name, its place among the dims of the tensor, the axes that split it.
 
     `dim` is negative where it stands behind an ellipsis.
@@ -233,19 +301,20 @@ class _Where:
 class _Form:
     """A spec and the dims to work over. `spec` says of these that they are unsplit where it is so.
 
-    `rest` is the spec without them, `parameter` that of a tensor with nothing else. `dims` are
-    those to work over, `axes` all that split them.
+    `rest` is the spec without them, `parameter` that of a tensor with nothing else. `names`: its dims as text, those
+    that are worked over by their names alone. `dims`: the places of what is worked over, `axes`: all that split it.
     """
 
     spec: str
     rest: str
     parameter: str
-    places: tuple[_Where, ...]
+    names: tuple[str, ...]
+    worked: tuple[Worked, ...]
     dims: tuple[int, ...]
     axes: Axes
 
 
-def dims_to_work_over(over: str | Sequence[str]) -> Axes:
+def dims_to_work_over(over: Over) -> Axes:
     """The names in an `over`; `ShardingError` for what has none."""
     names = checked_text(over).split() if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
@@ -274,17 +343,18 @@ def _form(what: str, spec: str, over: Axes) -> _Form:
                 f"{what} is over dims of the spec by name; found {shortened(name)}{hint}", spec, 0, len(spec)
             )
     dots = known.index("...") if "..." in known else len(known)
-    places, dims = [], []
-    for at, dim in enumerate(tree.dims):
-        if known[at] in over:
-            dim = _explicit(dim)
-            places.append(_Where(str(known[at]), at if at < dots else at - len(known), _axes(what, spec, dim)))
-        dims.append(dim)
+    dims = [_explicit(dim) if name in over else dim for dim, name in zip(tree.dims, known, strict=True)]
+    worked = [
+        Worked(name, at if at < dots else at - len(known), _axes(what, spec, dims[at]))
+        for at, name in enumerate(known)
+        if name is not None and name in over
+    ]
     rest = [dim for dim, name in zip(dims, known, strict=True) if name not in over]
     own = [dim for dim, name in zip(dims, known, strict=True) if name in over]
     whole, rest_, own_ = (str(Spec(tuple(each))) for each in (dims, rest, own))
-    axes = tuple(axis for where in places for axis in where.axes)
-    return _Form(whole, rest_, own_, tuple(places), tuple(where.dim for where in places), axes)
+    names = tuple([str(name) if name in over else str(dim) for dim, name in zip(dims, known, strict=True)])
+    axes = tuple(axis for each in worked for axis in each.axes)
+    return _Form(whole, rest_, own_, names, tuple(worked), tuple(each.dim for each in worked), axes)
 
 
 def _name(dim: Dim) -> str | None:
@@ -307,14 +377,15 @@ def _axes(what: str, text: str, dim: Dim) -> Axes:
 
 @dataclass(frozen=True)
 class _Loss:
-    """An expression of a loss: where the vocabulary is, and what is reduced beside it.
+    """An expression of a loss: its two operands, the logits over the vocabulary, and what is reduced beside it.
 
     `reduced` are dims of the labels, `sums` the axes that split them, `kept` those whose sum stays pending,
     `same` those over which the loss is `same`.
     """
 
-    expression: str
-    vocabulary: _Where
+    left: str
+    result: str
+    over: _Form
     reduced: tuple[int, ...]
     sums: Axes
     kept: Axes
@@ -323,9 +394,9 @@ class _Loss:
 
 @read_once
 def _loss_form(expression: str) -> _Loss:
-    logits, labels, result = _three("cross_entropy", expression, "logits, labels -> loss")
+    logits, labels, result = _three_named("cross_entropy", expression, "logits, labels -> loss")
     ours, theirs, kept = ({_name(dim): dim for dim in spec.dims} for spec in (logits, labels, result))
-    missing = [name for name in ours if name not in theirs]
+    missing = [str(name) for name in ours if name not in theirs]
     if len(missing) != 1 or [name for name in ours if name in theirs] != list(theirs):
         _wrong(
             expression,
@@ -342,25 +413,23 @@ def _loss_form(expression: str) -> _Loss:
         Spec(tuple(dim if _name(dim) not in (*gone, *missing) else _explicit(dim) for dim in spec.dims))
         for spec in (logits, labels)
     ]
-    at = [_name(dim) for dim in logits.dims].index(missing[0])
-    vocabulary = _Where(str(missing[0]), at, _axes("cross_entropy", expression, logits.dims[at]))
     sums = tuple(axis for name in gone for axis in _axes("cross_entropy", expression, theirs[name]))
-    pending, same = (_pending_axes(expression, result, op) for op in ("sum", "same"))
+    pending, same = (_pending_axes(result, op) for op in ("sum", "same"))
     if not set(pending) <= set(sums) or any(p.op not in ("sum", "same") for p in result.pending or ()):
         _wrong(expression, "what a loss can leave pending is the sum over axes that split what it reduces")
     reduced = tuple(list(theirs).index(name) for name in gone)
-    text = f"{fixed[0]}, {fixed[1]} -> {result}"
-    return _Loss(text, vocabulary, reduced, tuple(axis for axis in sums if axis not in pending), pending, same)
+    over = _form("cross_entropy", str(fixed[0]), tuple(missing))
+    summed = tuple(axis for axis in sums if axis not in pending)
+    return _Loss(f"{fixed[0]}, {fixed[1]}", str(result), over, reduced, summed, pending, same)
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(NamedTuple):
     """An expression of an embedding: where the rows are, and what a look-up gives before its sum."""
 
     left: str
     middle: str
     right: str
-    rows: _Where
+    rows: Worked
 
 
 def rows_of_table(expression: str) -> int:
@@ -370,34 +439,39 @@ def rows_of_table(expression: str) -> int:
 
 @read_once
 def _table_form(expression: str) -> _Table:
-    ids, table, result = _three("embedding", expression, "ids, table -> rows")
+    ids, table, result = _three_named("embedding", expression, "ids, table -> rows")
     known, columns, wanted = ([_name(dim) for dim in spec.dims] for spec in (ids, table, result))
-    missing = [name for name in columns if name not in wanted]
+    missing = [str(name) for name in columns if name not in wanted]
     rest = [name for name in columns if name in wanted]
     if len(missing) != 1 or sorted(map(str, [*known, *rest])) != sorted(map(str, wanted)):
         _wrong(expression, "the result has the names of the ids and of the table without its rows: 'b s, v d -> b s d'")
-    at = columns.index(missing[0])
-    axes = _axes("embedding", expression, table.dims[at])
-    opened = replace(table, dims=tuple(_explicit(dim) if i == at else dim for i, dim in enumerate(table.dims)))
-    pending = (Pending("sum", Place(axes)),) if axes else None
-    middle = Spec((*ids.dims, *(dim for i, dim in enumerate(table.dims) if i != at)), pending)
-    return _Table(f"{ids}, {opened}", str(middle), str(result), _Where(str(missing[0]), at, axes))
+    form = _form("embedding", str(table), tuple(missing))
+    (rows,) = form.worked
+    pending = (Pending("sum", Place(rows.axes)),) if rows.axes else None
+    middle = Spec((*ids.dims, *(dim for dim in table.dims if _name(dim) != rows.name)), pending)
+    return _Table(f"{ids}, {form.spec}", str(middle), str(result), rows)
 
 
-def _three(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Spec]:
-    """The three specs of `one, two -> result`, with a name for each dim."""
+def three_specs(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Spec]:
+    """The three specs of `one, two -> result`; `ExpressionError`, which says the shape, for anything else."""
     tree = parse_tensor(expression)
     if len(tree.operands) != 2 or tree.results is None or len(tree.results) != 1:
         _wrong(expression, f"{what} is '{shape}'")
-    for dim in (dim for spec in (*tree.operands, *tree.results) for dim in spec.dims):
-        if _name(dim) in (None, "..."):
-            raise ExpressionError(f"{what} needs a name for each dim", expression, *dim.span)
-    if any(spec.pending for spec in tree.operands):
-        _wrong(expression, f"{what} can't take what is pending; resolve it before")
     return *tree.operands, tree.results[0]
 
 
-def _pending_axes(expression: str, spec: Spec, op: str) -> Axes:
+def _three_named(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Spec]:
+    """The same with a name for each dim, and nothing pending on the left."""
+    specs = three_specs(what, expression, shape)
+    for dim in (dim for spec in specs for dim in spec.dims):
+        if _name(dim) in (None, "..."):
+            raise ExpressionError(f"{what} needs a name for each dim", expression, *dim.span)
+    if any(spec.pending for spec in specs[:2]):
+        _wrong(expression, f"{what} can't take what is pending; resolve it before")
+    return specs
+
+
+def _pending_axes(spec: Spec, op: str) -> Axes:
     return tuple(axis for p in spec.pending or () if p.op == op and p.place is not None for axis in p.place.names)
 
 
@@ -412,6 +486,8 @@ def _applied(
     what: str, local: Local, expression: str, tensors: Sequence[torch.Tensor], mesh: Mesh | None
 ) -> torch.Tensor:
     """The function on DTensors as a region, on plain tensors as it is."""
+    if what != "embedding":
+        check_floats(what, tensors[0])
     local = functools.partial(_cast, what, local)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
@@ -420,10 +496,7 @@ def _applied(
         for x in tensors:
             check_not_wrapped(f"axes.{what}", x)
         raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
-    for x, spec in zip(tensors, _operands(expression), strict=True):
-        _check_shape(what, x, spec)
-    if len(tensors) > 1 and not torch.compiler.is_compiling():
-        _check_alike(what, expression, tensors)
+    _check_shapes(what, expression, tensors)
     if "@" in expression and torch_private.transforms_are_on():
         check_transforms(f"axes.{what}", tensors)
     if not torch.compiler.is_compiling():
@@ -447,43 +520,35 @@ def _cast(what: str, local: Local, *tensors: torch.Tensor) -> torch.Tensor:
 
 
 @read_once
-def _operands(expression: str) -> tuple[Spec, ...]:
-    return parse_tensor(expression).operands
+def _operands(expression: str) -> tuple[tuple[str | None, ...], ...]:
+    """For each operand the names of its dims."""
+    return tuple(tuple(map(_name, spec.dims)) for spec in parse_tensor(expression).operands)
 
 
-def _check_shape(what: str, x: object, spec: Spec) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ShardingError(f"{what} takes tensors; found {type(x).__name__}")
-    check_dense(x, f"axes.{what}")
-    names = [_name(dim) for dim in spec.dims]
-    if x.ndim != len(names) and "..." not in names:
-        raise ShardingError(f"{what}: the spec '{spec}' has {len(names)} dims, the tensor {x.ndim}: {list(x.shape)}")
-    if x.ndim < len(names) - 1:
-        raise ShardingError(f"{what}: the spec '{spec}' names {len(names) - 1} dims, the tensor has {x.ndim}")
-
-
-def _check_alike(what: str, expression: str, tensors: Sequence[torch.Tensor]) -> None:
-    """`SizeError` where two shards have another size of one name."""
-    devices = {x.device for x in tensors}
-    if len(devices) > 1:
-        raise ShardingError(
-            f"{what}: the tensors are on {' and '.join(sorted(map(str, devices)))}; move them to one device"
-        )
-    if what != "cross_entropy":  # a table shares no name with its ids; norms say of their weights what they are
-        return
+def _check_shapes(what: str, expression: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses plain tensors that don't have the dims of their specs, or have a name in two sizes."""
     found: dict[str, int] = {}
-    for x, spec in zip(tensors, _operands(expression), strict=True):
-        names = [_name(dim) for dim in spec.dims]
-        at = names.index("...") if "..." in names else len(names)
-        behind = len(names) - at - 1
-        pairs = [*zip(names[:at], x.shape, strict=False)]
-        pairs += [*zip(names[at + 1 :], x.shape[x.ndim - behind :], strict=True)] if behind > 0 else []
-        for name, size in pairs:
-            if name is not None and name != "_" and found.setdefault(name, size) != size:
+    for at, (x, names) in enumerate(zip(tensors, _operands(expression), strict=True)):
+        if not isinstance(x, torch.Tensor):
+            raise ShardingError(f"{what} takes tensors; found {type(x).__name__}")
+        check_dense(x, f"axes.{what}")
+        dots = names.index("...") if "..." in names else len(names)
+        behind = len(names) - dots - 1
+        if x.ndim != len(names) and (behind < 0 or x.ndim < len(names) - 1):
+            spec = parse_tensor(expression).operands[at]
+            raise wrong_dims(spec, len(names) - (behind >= 0), x.ndim, tuple(x.shape))
+        pairs = [*zip(names[:dots], x.shape, strict=False)]
+        pairs += [*zip(names[dots + 1 :], x.shape[x.ndim - behind :], strict=True)] if behind > 0 else []
+        for name, size in pairs if len(tensors) > 1 and not torch.compiler.is_compiling() else ():
+            if name is not None and found.setdefault(name, size) != size:
                 raise SizeError(f"{what}: '{name}' is {found[name]} and {size}\nin  {expression}")
+    devices = sorted({str(x.device) for x in tensors}) if len(tensors) > 1 else []
+    if len(devices) > 1:
+        raise ShardingError(f"{what}: the tensors are on {' and '.join(devices)}; move them to one device")
 
 
-def _check_floats(what: str, x: torch.Tensor) -> None:
+def check_floats(what: str, x: torch.Tensor) -> None:
+    """`ShardingError` for what is no dense tensor of floats."""
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"{what} takes tensors; found {type(x).__name__}")
     if not x.is_floating_point() or x.dtype.itemsize < 2:
@@ -491,7 +556,8 @@ def _check_floats(what: str, x: torch.Tensor) -> None:
     check_dense(x, f"axes.{what}")
 
 
-def _check_integers(what: str, which: str, x: torch.Tensor) -> None:
+def check_integers(what: str, which: str, x: torch.Tensor) -> None:
+    """`ShardingError` for what is no tensor of whole numbers."""
     if not isinstance(x, torch.Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise ShardingError(f"{what}: {which} are whole numbers; found {found}")
@@ -500,51 +566,65 @@ def _check_integers(what: str, which: str, x: torch.Tensor) -> None:
 def _normed(
     what: str, local: Local, form: _Form, tensors: Sequence[torch.Tensor | None], mesh: Mesh | None
 ) -> torch.Tensor:
-    x, *parameters = tensors
-    given = [p for p in parameters if p is not None]
-    left = ", ".join([form.spec, *[form.parameter] * len(given)])
-    return _applied(what, local, f"{left} -> {form.spec}", [x, *given], mesh)  # type: ignore[list-item]
+    given = [x for x in tensors if x is not None]
+    left = ", ".join([form.spec, *[form.parameter] * (len(given) - 1)])
+    return _applied(what, local, f"{left} -> {form.spec}", given, mesh)
 
 
-def _wholes(places: Sequence[_Where], x: torch.Tensor, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
+def _of_one_dim(what: str, spec: str, over: str, x: torch.Tensor, sizes: Mapping[str, int]) -> tuple[_Form, int | None]:
+    """The form of a function over one dim, and the whole size of that dim."""
+    names = dims_to_work_over(over)
+    if len(names) != 1:
+        raise ShardingError(f"{what} is over one dim, like 'v'; found {shown(over)}")
+    form = _form(what, spec, names)
+    check_floats(what, x)
+    (whole,) = _wholes(form.worked, x, sizes)
+    return form, whole
+
+
+def _wholes(worked: Sequence[Worked], x: torch.Tensor, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
     """The whole sizes of dims, None where a plain tensor leaves them open."""
-    names = [where.name for where in places]
+    names = [each.name for each in worked]
     given = given_sizes(sizes, None, (), names) if sizes else {}
     if isinstance(x, DTensor):
-        if any(not -x.ndim <= where.dim < x.ndim for where in places):
+        if any(not -x.ndim <= each.dim < x.ndim for each in worked):
             raise ShardingError(f"the spec has a dim {max(names)!r}, the tensor {x.ndim} dims: {list(x.shape)}")
-        return tuple(x.shape[where.dim] for where in places)
+        return tuple(x.shape[each.dim] for each in worked)
     return tuple(given.get(name) for name in names)
 
 
-def _part(where: _Where, x: torch.Tensor, whole: int | None) -> tuple[int | torch.Tensor, int | torch.Tensor]:
+def _part(worked: Worked, x: torch.Tensor, whole: int | None) -> tuple[int | torch.Tensor, int | torch.Tensor]:
     """Where this rank's part of a dim starts, and the whole size.
 
     Of a split dim whose whole size isn't known, ranks tell each other how much they have. The answer
     stays on the device, so that nothing waits for it.
     """
-    local = x.shape[where.dim]
-    if whole is None and _is_split(where):
-        sizes = all_gather(x.new_full((1,), local, dtype=torch.int64), where.axes)
-        return sizes[: axis_index(where.axes)].sum(), sizes.sum()
+    local = x.shape[worked.dim]
+    if whole is None and _is_split(worked):
+        sizes = all_gather(x.new_full((1,), local, dtype=torch.int64), worked.axes)
+        return sizes[: axis_index(worked.axes)].sum(), sizes.sum()
     whole = local if whole is None else whole
-    start, stop = nested_chunk(whole, [(axis_size(axis), axis_index(axis)) for axis in where.axes])
+    start, stop = nested_chunk(whole, [(axis_size(axis), axis_index(axis)) for axis in worked.axes])
     if stop - start != local:
-        raise SizeError(f"'{where.name}' is {whole} in whole and so {stop - start} on this rank; found {local}")
+        raise SizeError(f"'{worked.name}' is {whole} in whole and so {stop - start} on this rank; found {local}")
     return start, whole
 
 
-def _is_split(where: _Where) -> bool:
-    return math.prod([axis_size(axis) for axis in where.axes]) > 1
+def _is_split(worked: Worked) -> bool:
+    return math.prod([axis_size(axis) for axis in worked.axes]) > 1
 
 
 # the functions on this rank's tensors; names of axes mean the ambient mesh
 
 
 def _softmax(form: _Form, x: torch.Tensor) -> torch.Tensor:
-    wide = _wide(x)
-    weights = (wide - _largest(wide, form.dims, form.axes)).exp()
+    weights = _below_largest(form, x).exp()
     return (weights / _sum(weights.sum(form.dims, keepdim=True), form.axes)).to(x.dtype)
+
+
+def _log_softmax(form: _Form, x: torch.Tensor) -> torch.Tensor:
+    below = _below_largest(form, x)
+    return (below - _sum(below.exp().sum(form.dims, keepdim=True), form.axes).log()).to(x.dtype)
 
 
 def _logsumexp(form: _Form, x: torch.Tensor) -> torch.Tensor:
@@ -555,12 +635,50 @@ def _logsumexp(form: _Form, x: torch.Tensor) -> torch.Tensor:
     return (total.log() + largest).squeeze(form.dims).to(x.dtype)
 
 
+def _entropy(form: _Form, x: torch.Tensor) -> torch.Tensor:
+    below = _below_largest(form, x)
+    weights = below.exp()
+    products = weights * below.masked_fill(below.isneginf(), 0.0)  # what never comes adds nothing
+    total, product = _sum(torch.stack((weights.sum(form.dims), products.sum(form.dims))), form.axes)
+    return (total.log() - product / total).to(x.dtype)
+
+
+def _argmax(worked: Worked, whole: int | None, x: torch.Tensor) -> torch.Tensor:
+    start, size = _part(worked, x, whole)
+    if isinstance(size, int) and size == 0:
+        raise SizeError(f"argmax: '{worked.name}' has no elements")
+    rows = F.pad(x.detach().movedim(worked.dim, -1), (0, 1), value=-math.inf)  # there is one where this rank has none
+    places = F.pad(torch.arange(rows.shape[-1] - 1, device=x.device) + start, (0, 1), value=2**62)
+    wrong = rows.isnan()
+    largest = torch.stack((rows.masked_fill(wrong, -math.inf).amax(-1), wrong.any(-1).to(rows.dtype)))
+    largest, has_nan = pmax(largest, worked.axes) if worked.axes else largest
+    found = torch.where((has_nan > 0).unsqueeze(-1), wrong, rows == largest.unsqueeze(-1))
+    first = torch.where(found, places, 2**62).amin(-1)
+    return pmin(first, worked.axes) if worked.axes else first
+
+
+def _topk(worked: Worked, whole: int | None, k: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    start, size = _part(worked, x, whole)
+    if k > int(size):
+        raise SizeError(f"topk: '{worked.name}' has {int(size)} elements, and k is {k}")
+    values, places = x.movedim(worked.dim, -1).topk(min(k, x.shape[worked.dim]), -1)
+    places = places + start
+    if _is_split(worked):  # those of a rank that has fewer than k come last
+        missing = (0, k - values.shape[-1])
+        values, places = F.pad(values, missing, value=-math.inf), F.pad(places, missing, value=2**62)
+        values, places = (all_gather(each.contiguous(), worked.axes, -1) for each in (values, places))
+        last = (places == 2**62).to(torch.uint8).sort(dim=-1, stable=True).indices
+        values, order = values.gather(-1, last).sort(dim=-1, descending=True, stable=True)
+        values, places = values[..., :k], places.gather(-1, last).gather(-1, order)[..., :k]
+    return values.movedim(-1, worked.dim), places.movedim(-1, worked.dim)
+
+
 def _rms_norm(
-    form: _Form, wholes: Sequence[int | None], eps: float, x: torch.Tensor, weight: torch.Tensor | None = None
+    form: _Form, wholes: Sequence[int | None], eps: float | None, x: torch.Tensor, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     wide, count = _wide(x), _count(form, wholes, x)
     square = _sum(wide.square().sum(form.dims, keepdim=True), form.axes) / count
-    normed = wide * (square + eps).rsqrt()
+    normed = wide * (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     return (normed if weight is None else normed * _along(form, x, weight)).to(x.dtype)
 
 
@@ -577,28 +695,49 @@ def _layer_norm(
 
 
 def _cross_entropy(
-    form: _Loss, whole: int | None, mean: bool, ignore_index: int, logits: torch.Tensor, labels: torch.Tensor
+    form: _Loss,
+    whole: int | None,
+    mean: bool,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    vocabulary = form.vocabulary
+    (vocabulary,), labels = form.over.worked, labels.long()
     start, size = _part(vocabulary, logits, whole)
     x = _wide(logits).movedim(vocabulary.dim, -1)
-    x = x - _largest(x, (-1,), vocabulary.axes)
-    labels = labels.long()
-    chosen = _picked(x, labels - start)
-    total, chosen = _sum(torch.stack((x.exp().sum(-1), chosen)), vocabulary.axes, form.same)
+    largest = _largest(x, (-1,), vocabulary.axes)
+    x = x - largest
+    weights = None if weight is None else weight.to(x.dtype).expand(x.shape)
+    rows = [x.exp().sum(-1), _picked(x, labels - start)]
+    if weights is not None:
+        rows.append(_picked(weights, labels - start))
+    if smoothing:
+        rows += [(x if weights is None else x * weights).sum(-1)]
+        rows += [] if weights is None else [weights.sum(-1)]
+    total, chosen, *more = _sum(torch.stack(rows), vocabulary.axes, form.same)
+    total = total.log()
     ignored = labels == ignore_index
+    counted = (~ignored).to(x.dtype) if weights is None else more.pop(0).masked_fill(ignored, 0.0)
+    loss = total - chosen if weights is None else (total - chosen) * counted
+    if smoothing:
+        every = (size if weights is None else more[1]) * total - more[0]
+        loss = (1 - smoothing) * loss + smoothing / size * every
+    if z_loss:
+        loss = loss + z_loss * (total + largest.squeeze(-1)).square()
     outside = ~ignored & ((labels < 0) | (labels >= size))
-    loss = (total.log() - chosen).masked_fill(ignored, 0.0) * _nan_where(outside, x.dtype)
+    loss = loss.masked_fill(ignored, 0.0) * _nan_where(outside, x.dtype)
     if form.reduced:
         loss = loss.sum(form.reduced)
         if not mean:
             loss = _sum(loss, form.sums, form.same)
         elif form.kept:
-            counted = _sum((~ignored).sum(form.reduced), (*form.sums, *form.kept))
+            counted = _sum(counted.sum(form.reduced), (*form.sums, *form.kept))
             loss = _sum(loss, form.sums, form.same) / counted
         else:  # both in one collective
-            both = torch.stack((loss, (~ignored).sum(form.reduced).to(loss.dtype)))
-            loss, counted = _sum(both, form.sums, form.same)
+            loss, counted = _sum(torch.stack((loss, counted.sum(form.reduced))), form.sums, form.same)
             loss = loss / counted
     summed = (*form.sums, *vocabulary.axes)
     return _same(loss, tuple([axis for axis in form.same if axis not in summed])).to(logits.dtype)
@@ -614,7 +753,7 @@ def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _embedding(
-    rows: _Where, whole: int | None, padding: int | None, ids: torch.Tensor, table: torch.Tensor
+    rows: Worked, whole: int | None, padding: int | None, ids: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
     if not table.is_floating_point() or table.dtype.itemsize < 2:
         raise ShardingError(
@@ -656,6 +795,12 @@ def _sum(x: torch.Tensor, axes: Axes, same: Axes = ()) -> torch.Tensor:
     return rearrange(x, f"... | sum@{place} -> ... | same@{place}") if whole else x
 
 
+def _below_largest(form: _Form, x: torch.Tensor) -> torch.Tensor:
+    """`x`, in 32 bits at least, without its largest element."""
+    wide = _wide(x)
+    return wide - _largest(wide, form.dims, form.axes)
+
+
 def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor:
     """The maximum over dims, kept as size 1, to be subtracted: 0 where nothing is larger than minus infinity.
 
@@ -672,19 +817,16 @@ def _count(form: _Form, wholes: Sequence[int | None], x: torch.Tensor) -> int | 
     """How many elements are worked over in whole; where ranks must tell each other, a tensor."""
     count: int = 1
     unknown: Axes = ()
-    for where, whole in zip(form.places, wholes, strict=True):
-        if whole is None and _is_split(where):
-            count, unknown = count * x.shape[where.dim], (*unknown, *where.axes)
+    for worked, whole in zip(form.worked, wholes, strict=True):
+        if whole is None and _is_split(worked):
+            count, unknown = count * x.shape[worked.dim], (*unknown, *worked.axes)
         else:
-            count = count * _part(where, x, whole)[1]
+            count = count * _part(worked, x, whole)[1]
     return psum(x.new_full((), count, dtype=torch.int64), unknown) if unknown else count
 
 
 def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A parameter with the dims that are worked over, as it multiplies `x`."""
-    wanted = tuple(x.shape[dim] for dim in form.dims)
-    if tuple(parameter.shape) != wanted:
-        raise SizeError(f"a weight or bias of '{form.parameter}' is {list(wanted)} here; found {list(parameter.shape)}")
     dims = [dim % x.ndim for dim in form.dims]
     return parameter.view([x.shape[dim] if dim in dims else 1 for dim in range(x.ndim)])
 
