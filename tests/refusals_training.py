@@ -13,7 +13,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # optimizers
     (f"{OPTIMIZER}.Adafactor, {P})", "ShardingError", "Adafactor isn't known to step each element by its own history"),
     (f"{OPTIMIZER}.Muon, {P})", "ShardingError", "Muon isn't known to step each element by its own history", "elementwise=True"),
-    (f"{OPTIMIZER}.AdamW, {P}, elementwise=False)", "ShardingError", "AdamW isn't known to step each element by its own history"),
+    (f"{OPTIMIZER}.AdamW, {P}, elementwise=False)", "ShardingError", "AdamW is said, by elementwise=False, not to step each element by its own history"),
+    (f"{W}; {OPTIMIZER}.SGD, [W], lr=D('', ))", "ShardingError", "the option 'lr' is ", "and no DTensor"),
+    (f"{W}; o = {OPTIMIZER}.SGD, [W], lr=0.1); o.param_groups[0]['lr'] = torch.ones(5); W.grad = W.detach(); o.step()", "ShardingError", "the option 'lr' is ", "steps on shards take one number"),
+    ("W = D('a@tp b', 3, 2).requires_grad_(); o = axes.nn.local_optimizer(torch.optim.Adafactor, [W], elementwise=True); W.grad = W.detach(); o.step()", "ShardingError", "the step of Adafactor keeps state 'row_var' of a parameter of shape [3, 2] that is neither"),
     (f"{OPTIMIZER}.AdamW, {P}, 1e-3)", "ShardingError", "elementwise"),
     (f"axes.nn.local_optimizer(type('Own', (torch.optim.AdamW,), {{}}), {P})", "ShardingError", "Own isn't known to step each element by its own history"),
     (f"{OPTIMIZER}.SGD, {P}, differentiable=True)", "ShardingError", "differentiable=True needs steps that autograd sees"),

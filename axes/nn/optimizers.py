@@ -92,8 +92,9 @@ def local_optimizer(
     if elementwise is not None:
         checked_flag("axes.nn.local_optimizer: options go by name, like lr=0.001; elementwise", elementwise)
     if not (optimizer in ELEMENTWISE if elementwise is None else elementwise):
+        said = "isn't known to step" if elementwise is None else "is said, by elementwise=False, not to step"
         raise ShardingError(
-            f"axes.nn.local_optimizer: {optimizer.__name__} isn't known to step each element by its own history. Where "
+            f"axes.nn.local_optimizer: {optimizer.__name__} {said} each element by its own history. Where "
             "it does, pass elementwise=True; where a step needs more than an element, as a norm, use the optimizer "
             "itself on DTensors, or on whole tensors"
         )
@@ -109,10 +110,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key != "params" and isinstance(value, torch.Tensor):
             check_dense(value, "axes.nn.local_optimizer")
-            if value.numel() > 1:
+            if value.numel() > 1 or isinstance(value, DTensor):
                 raise ShardingError(
                     f"axes.nn.local_optimizer: the option '{key}' is {shown(value)}; steps on shards take one number, "
-                    "not one for each element. Use the optimizer itself on DTensors, or on whole tensors"
+                    "not one for each element and no DTensor. Use the optimizer itself on DTensors, or on whole tensors"
                 )
     if options.get("differentiable"):
         raise ShardingError(
@@ -149,6 +150,8 @@ class LocalSteps(optim.Optimizer):
                 loss = closure()
             options["closure"] = lambda: loss
         groups, kept = list(self.param_groups), self.state
+        for group in groups:
+            _check_options(group)
         wholes = [group["params"] for group in groups]
         local = {p: local_tensor(p) for every in wholes for p in every}
         sharded = [p for p in local if isinstance(p, DTensor)]
@@ -189,7 +192,8 @@ class LocalSteps(optim.Optimizer):
             if x not in made:
                 self.state.pop(p, None)
             else:
-                self.state[p] = _whole_state(p, made[x], self.state.get(p, {})) if isinstance(p, DTensor) else made[x]
+                before = self.state.get(p, {})
+                self.state[p] = _whole_state(self.ordinary, p, made[x], before) if isinstance(p, DTensor) else made[x]
         known = set(local.values())
         if foreign := [key for key in made if key not in known]:
             raise ShardingError(
@@ -249,15 +253,22 @@ def _local_state(parameter: DTensor, state: State) -> State:
     return found
 
 
-def _whole_state(parameter: DTensor, made: State, before: State) -> State:
+def _whole_state(optimizer: type[optim.Optimizer], parameter: DTensor, made: State, before: State) -> State:
     """What a step has left of the state of a parameter, with DTensors for what has a value for each element."""
     shape, found = local_tensor(parameter).shape, {}
+    numbers = _NUMBERS if optimizer in ELEMENTWISE else ()
     for key, value in made.items():
         old = before.get(key)
         if isinstance(old, DTensor) and torch_private.local_of(old) is value:
             found[key] = old
         else:
-            is_whole = isinstance(value, torch.Tensor) and value.shape == shape and key not in _NUMBERS
+            is_whole = isinstance(value, torch.Tensor) and value.shape == shape and key not in numbers
+            if isinstance(value, torch.Tensor) and not is_whole and value.ndim and key not in numbers:
+                raise ShardingError(
+                    f"the step of {optimizer.__name__} keeps state '{key}' of a parameter of shape "
+                    f"{list(parameter.shape)} that is neither a value of each element nor a number; use the optimizer "
+                    "itself on DTensors, or on whole tensors"
+                )
             found[key] = _whole(value, parameter) if is_whole else value
     return found
 
