@@ -114,6 +114,7 @@ DROPPED = (
     ("axes.nn.dropout(torch.arange(3), 0.1, 's')", "ShardingError", "is of floats; found torch"),
     ("axes.nn.dropout(L(3), 0.1, 's', seed=0.5)", "ShardingError", "seed is a whole number of at most 64 bits; found"),
     ("axes.nn.dropout([1.0], 0.1, 's')", "ShardingError", "takes a tensor; found list"),
+    ("axes.from_local(L(3), 's@tp', mesh=axes.Mesh('tp=2'))", "MeshError", "axes.from_local 's@tp' needs a mesh that is bound to torch.distributed"),
     ("axes.nn.dropout(L(3), 0.1, 's@tp', mesh=axes.Mesh('tp=2'))", "MeshError", "is algebra alone"),
     ("torch.func.grad(lambda x: axes.nn.dropout(x, 0.5, 's').sum())(L(3))", "ShardingError", "inside a transform"),
 )

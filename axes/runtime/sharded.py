@@ -186,17 +186,17 @@ def from_local(
         h = axes.from_local(torch.randn(4, 8), "batch@dp embed | sum@tp", mesh=mesh)
         h = axes.from_local(h.to_local().tanh(), "batch@dp embed", mesh=mesh, grad="whole")
     """
-    mesh = required_mesh(mesh, "axes.from_local")
-    check_plain("axes.from_local", local, "To move one, use axes.reshard")
-    check_grad("axes.from_local", grad)
-    names, numbers = _apart(written_sizes(keywords, sizes))
-    shape = () if (is_open := shape is None) else checked_shape(shape)
-    what = mesh, spec, names, is_open, grad
-    if torch.compiler.is_compiling():
-        return traced(_from_local, what, (local,), None, device_mesh_input(mesh), (*numbers, *shape))
-    if not is_open:
-        shape = checked_tensor_shape(shape)
+    mesh, is_open = required_mesh(mesh, "axes.from_local"), shape is None
     try:
+        check_plain("axes.from_local", local, "To move one, use axes.reshard")
+        check_grad("axes.from_local", grad)
+        names, numbers = _apart(written_sizes(keywords, sizes))
+        shape = () if shape is None else checked_shape(shape)
+        what = mesh, spec, names, is_open, grad
+        if torch.compiler.is_compiling():
+            return traced(_from_local, what, (local,), None, device_mesh_input(mesh), (*numbers, *shape))
+        if not is_open:
+            shape = checked_tensor_shape(shape)
         return _from_local(*what, (*numbers, *shape), (local,))
     except AxesError as error:
         if is_open and not isinstance(error, DesyncError):  # others may wait for the sizes of this rank

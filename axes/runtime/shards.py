@@ -43,7 +43,8 @@ _MOST_DIMS = 64
 
 
 _DTYPES = sorted({str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)})
-"""All dtypes, in an order that is the same on every rank."""
+_KINDS = [(dtype, meta) for meta in (False, True) for dtype in _DTYPES]
+"""All dtypes, of tensors with values and on the device `meta`, in an order that is the same on every rank."""
 
 
 class LocalPart(NamedTuple):
@@ -123,6 +124,7 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], tensors: Sequ
     told_dims = tuple([part.sharding.dims[dim] for part in parts for dim in part.open])
     if not told_dims:
         return [part.even for part in parts]
+    mesh._bound(what)
     if mesh.coordinate is None:
         raise MeshError(
             f"{what}: rank {mesh.rank} isn't one of the ranks of {mesh!r}, which tell each other the whole shape; give "
@@ -134,7 +136,7 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], tensors: Sequ
     # As many numbers from each rank, whose tensor may have another number of dims.
     call = zlib.crc32(what.encode())
     mine = [
-        [call, _DTYPES.index(str(x.dtype)), *part.local, *[-1] * (_MOST_DIMS - len(part.local))]
+        [call, _KINDS.index((str(x.dtype), x.is_meta)), *part.local, *[-1] * (_MOST_DIMS - len(part.local))]
         for x, part in zip(tensors, parts, strict=True)
     ]
     device = mesh.binding.device_type if tensors[0].is_meta else tensors[0].device
@@ -142,13 +144,18 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], tensors: Sequ
     calls, dtypes, every = all_gather(numbers, 0, group).cpu().split([1, 1, _MOST_DIMS], 2)
     if others := [rank for rank, found in zip(ranks, calls[:, 0, 0].tolist(), strict=True) if found != call]:
         raise DesyncError(
-            f"{what}: {ranks_text(others)} tell the sizes of another call's tensors. Ranks that share a tensor "
+            f"{what}: what {ranks_text(others)} told are sizes of another call's tensors. Ranks that share a tensor "
             "make the same calls in the same order, with the same spec"
         )
     if (dtypes != dtypes[:1]).any():
-        said = [", ".join([_DTYPES[number] for (number,) in each]) for each in dtypes.tolist()]
+        kinds = [[_KINDS[number] for (number,) in each] for each in dtypes.tolist()]
+        said = [
+            ", ".join([dtype + (" on the device 'meta'" if meta else "") for dtype, meta in each]) for each in kinds
+        ]
         listed = "".join([f"\n  rank {rank} has {own}" for rank, own in zip(ranks, said, strict=True)][:_RANKS_SHOWN])
-        raise ShardingError(f"{what}: {ranks_text(ranks)} have parts of different dtypes:{listed}\ncast them to one")
+        raise ShardingError(
+            f"{what}: {ranks_text(ranks)} have parts of different dtypes or devices:{listed}\ncast them to one"
+        )
     most = int((every >= 0).sum(2).max())
     for part, rows in zip(parts, zip(*every[:, :, :most].tolist(), strict=True), strict=True):
         sizes = zip(part.known, map(sum, zip(*rows, strict=True)), part.sharding.dims, strict=False)
