@@ -1,6 +1,6 @@
 """The house rules that a machine can check: lint, types, layers and private API.
 
-Nothing imports what is above it (algebra < runtime < ops < nn < show), the algebra needs the
+Nothing imports what is above it (algebra < runtime < ops < extension < nn < show), the algebra needs the
 standard library alone, and one file holds every use of torch's private API. The checks read the
 syntax trees, so an import inside a function counts as well.
 """
@@ -24,7 +24,7 @@ import axes
 from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("algebra", "runtime", "ops", "nn", "show")
+LAYERS = ("algebra", "runtime", "ops", "extension", "nn", "show")
 PRIVATE = Path("axes/runtime/torch_private.py")
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
@@ -101,6 +101,54 @@ def test_no_module_imports_what_is_above_it():
         if theirs is not None and own is not None and theirs > own
     ]
     assert not wrong, "\n".join(wrong)
+
+
+STILL_INSIDE = {
+    "axes.algebra.chunks": {"nested_chunk"},
+    "axes.algebra.errors": {"wrong_dims"},
+    "axes.algebra.grammar": {"Dim", "Pending", "Place", "Spec", "checked_text", "parse_spec"},
+    "axes.algebra.layout": {"Universe"},
+    "axes.algebra.logical": {"ambient_rules", "checked_rules"},
+    "axes.algebra.mesh": {"ambient_mesh", "checked_mesh", "required_mesh"},
+    "axes.algebra.name_patterns": {"NamePatterns"},
+    "axes.algebra.sharding": {"Indices"},
+    "axes.algebra.sizes": {
+        "checked_flag",
+        "checked_size",
+        "checked_texts",
+        "given_sizes",
+        "tuple_of",
+        "whole_number",
+        "written_sizes",
+    },
+    "axes.ops.arguments": {"NamedSpecs"},
+    "axes.ops.autocast": {"of_function"},
+    "axes.ops.module_regions": {"RegionCall", "note_sharded", "without_regions", "without_same"},
+    "axes.ops.regions": {"read_region"},
+    "axes.ops.request": {"T"},
+    "axes.ops.shard_map": {"run_region"},
+    "axes.runtime.axis_groups": {"AxisName"},
+    "axes.runtime.factories": {"agreed_seeds", "positions"},
+    "axes.runtime": {"flags", "torch_private"},
+    "axes.runtime.graphs": {"read_once"},
+    "axes.runtime.leaves": {"resolving", "used"},
+    "axes.runtime.places": {"within"},
+    "axes.runtime.sharded": {"dtensor_of", "shard_on_mesh", "sharding_in_torch", "spec_by_rules", "take_shard"},
+    "axes.runtime.transforms": {"as_plain", "check_dense", "check_not_wrapped", "check_transforms"},
+}
+"""What `axes.nn` imports beside public names of `axes` and those of `axes.extension`. It only ever gets shorter."""
+
+
+def test_nn_imports_public_names_and_those_of_the_extension_alone():
+    public = {(module, name) for module, names in axes._HOME.items() for name in names}
+    found: dict[str, set[str]] = {}
+    for path in (path for path in MODULES if path.parts[1] == "nn"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("axes."):
+                inside = {each.name for each in node.names if (node.module, each.name) not in public}
+                if inside and node.module != "axes.extension" and layer(str(node.module)) != LAYERS.index("nn"):
+                    found.setdefault(str(node.module), set()).update(inside)
+    assert found == STILL_INSIDE
 
 
 NAMES = {module_name(path): path for path in MODULES}
@@ -451,7 +499,7 @@ def inside_imports(path: Path) -> set[str]:
     return found
 
 
-PUBLIC = {"axes.nn", *(f"axes.{name}" for name in axes.__all__), *(f"axes.nn.{name}" for name in axes.nn.__all__)}
+PUBLIC = {"axes.nn", "axes.extension", *(f"axes.{name}" for name in axes.__all__), *(f"axes.nn.{name}" for name in axes.nn.__all__)}
 MOST_INSIDE = 15
 
 

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 import torch
 
-from axes.algebra.errors import ShardingError, shortened, shown, suggestion
+from axes.algebra.errors import ShardingError
 from axes.algebra.grammar import parse_spec
 from axes.algebra.sizes import checked_texts
+from axes.extension import shown, suggestion
 from axes.runtime.transforms import check_dense
 
 T = TypeVar("T", torch.Tensor, torch.nn.Module)
@@ -46,7 +47,7 @@ def annotate(thing: T, spec: str | Mapping[str, str]) -> T:
         for name, each in specs.items():
             if name not in own:
                 raise ShardingError(
-                    f"{type(thing).__name__} has no parameter or buffer {shortened(name)}{suggestion(str(name), own)}"
+                    f"{type(thing).__name__} has no parameter or buffer {shown(name)}{suggestion(str(name), own)}"
                 )
             _check(each, own[name], f"{type(thing).__name__}.{name}")
         thing.__dict__[_ATTRIBUTE] = {**thing.__dict__.get(_ATTRIBUTE, {}), **specs}

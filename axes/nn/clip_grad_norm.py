@@ -33,16 +33,16 @@ from typing import TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, shown
+from axes.algebra.errors import AxesError, MeshError, ShardingError
 from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, tuple_of
+from axes.extension import local, shown
 from axes.ops.collectives import pmax, psum
 from axes.ops.reshard import reshard
 from axes.runtime import flags, torch_private
 from axes.runtime.axis_groups import AxisName
-from axes.runtime.check import waited
 from axes.runtime.places import within
 from axes.runtime.sharded import sharding_of
 from axes.runtime.transforms import check_dense
@@ -91,7 +91,7 @@ def total_norm(
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
             raise ShardingError(f"axes.nn.total_norm is of floats; found {tensor.dtype}. Write x.float()")
     settled = [_sharded_as(tensor, tensor) if isinstance(tensor, DTensor) else tensor for tensor in every]
-    return _compared_norm([(tensor, local_tensor(tensor)) for tensor in settled], order, axes, "")
+    return _compared_norm([(tensor, local(tensor)) for tensor in settled], order, axes, "")
 
 
 @torch.no_grad()
@@ -148,8 +148,8 @@ def clip_grad_norm_(
     if len({each.is_meta for each in every}) > 1:
         raise ShardingError("axes.nn.clip_grad_norm_ takes tensors with values; found some on the device 'meta'")
     gradients = [settled_gradient(parameter) for parameter in every]
-    locals_ = [None if gradient is None else local_tensor(gradient) for gradient in gradients]
-    counted = [(p, local) for p, local in zip(every, locals_, strict=True) if id(p) not in elsewhere]
+    locals_ = [None if gradient is None else local(gradient) for gradient in gradients]
+    counted = [(p, shard) for p, shard in zip(every, locals_, strict=True) if id(p) not in elsewhere]
     norm = _compared_norm(counted, order, axes, f", clipped to {limit}")
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteNormError(
@@ -158,7 +158,7 @@ def clip_grad_norm_(
         )
     if limit < math.inf:
         factor = (limit / (norm + _EPSILON)).clamp(max=1.0)
-        for group in _by_device_and_dtype([local for local in locals_ if local is not None]):
+        for group in _by_device_and_dtype([shard for shard in locals_ if shard is not None]):
             torch_private.scale_all(group, factor.to(group[0].device))
         torch.autograd.graph.increment_version([each for each in gradients if isinstance(each, DTensor)])
     return norm
@@ -213,11 +213,6 @@ def settled_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 def _sharded_as(x: DTensor, like: DTensor) -> DTensor:
     """A DTensor in the sharding of another one, nothing pending."""
     return reshard(x, replace(sharding_of(like), pending=()))
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, outside of autograd; a plain tensor itself."""
-    return waited(torch_private.local_of(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 # --- the norm
@@ -280,9 +275,9 @@ def _norm(parts: Parts, order: float, stages: Mapping[Axis, Mesh]) -> torch.Tens
     sums: dict[tuple[frozenset[Axis], bool], list[torch.Tensor]] = {}
     meshes: dict[Axis, Mesh] = {}
     shared: dict[Sharding | None, list[torch.Tensor]] = {}
-    for tensor, local in parts:
+    for tensor, shard in parts:
         locals_ = shared.setdefault(sharding_of(tensor) if isinstance(tensor, DTensor) else None, [])
-        locals_ += [] if local is None else [local]
+        locals_ += [] if shard is None else [shard]
     for sharding, locals_ in shared.items():
         here = None if sharding is None or sharding.mesh.coordinate is None else sharding
         split = {} if here is None else {(here.universe, each): here.mesh for each in here.used}
@@ -290,9 +285,7 @@ def _norm(parts: Parts, order: float, stages: Mapping[Axis, Mesh]) -> torch.Tens
         sums.setdefault((frozenset(split), _is_of_one_stage(here, stages)), []).extend(locals_)
     axes = sorted(meshes, key=_same_everywhere)
     first = next(iter({**meshes, **stages}.values()), None)
-    device = torch.device(
-        first.device_mesh.device_type if first else local_tensor(parts[0][0]).device if parts else "cpu"
-    )
+    device = torch.device(first.device_mesh.device_type if first else local(parts[0][0]).device if parts else "cpu")
     values = {key: _sum(locals_, order, device) for key, locals_ in sums.items()}
     for axis in axes:
         keys = [key for key in values if axis in key[0]]

@@ -12,15 +12,16 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from axes.algebra.errors import ShardingError
+from axes.extension import draw
 from axes.runtime import torch_private
-from axes.runtime.factories import Draw, draw_into, normal_at, positions, uniform_at
+from axes.runtime.factories import positions
 from axes.runtime.sharded import sharding_of, take_shard
 
 
@@ -166,7 +167,7 @@ class _Recorder(torch_private.DispatchMode):
         seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
         local, sharding = torch_private.local_of(x), sharding_of(x)
         if sharding.mesh.coordinate is not None:
-            draw_into(local, sharding, tuple(x.shape), _DRAWS[word], seed)
+            draw(local, sharding, tuple(x.shape), seed, _DRAWS[word])
             local.mul_(second - first if word == "uniform_" else second).add_(first)
         return x
 
@@ -214,7 +215,7 @@ class _Aliases(TorchFunctionMode):
         return result
 
 
-_DRAWS: dict[str, Draw] = {"uniform_": uniform_at, "normal_": normal_at}
+_DRAWS: dict[str, Literal["uniform", "normal"]] = {"uniform_": "uniform", "normal_": "normal"}
 _LIKE = {"rand_like": "uniform_", "randn_like": "normal_"}
 _VIEWS = frozenset(
     [

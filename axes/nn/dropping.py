@@ -11,36 +11,24 @@ element its bits. `torch.utils.checkpoint` puts the generator back, so that it d
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
-import math
 import numbers
 from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import MeshError, ShardingError, shown
+from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.grammar import parse_spec
-from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, required_mesh
+from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, use_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_flag, given_sizes, written_sizes
-from axes.algebra.specs import marked_sharding
-from axes.ops.request import ALONE, T
-from axes.runtime import torch_private
-from axes.runtime.agreement import agree, ranks_text
-from axes.runtime.border import spec_around
-from axes.runtime.check import waited
-from axes.runtime.factories import draw_into, kept_at
-from axes.runtime.groups import current_world, of_world, time_limit
+from axes.algebra.sizes import checked_flag, given_sizes
+from axes.extension import agree, draw, dtensor, linear, local, shown, whole
+from axes.ops.request import T
 from axes.runtime.leaves import used
-from axes.runtime.linear import linear
-from axes.runtime.shards import Given, LocalPart, check_share, read_shard, told_shapes
-from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.sharded import sharding_of, to_local
 from axes.runtime.transforms import check_dense, check_transforms
-
-_WIDE = 2**63
-"""A random number is one of so many."""
 
 
 @torch.compiler.disable(reason="axes.nn.dropout draws its seed outside of the graph")
@@ -97,18 +85,18 @@ def dropout(
     is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
     if seed is not None and not (is_whole and -(2**63) <= seed < 2**64):
         raise ShardingError(f"axes.nn.dropout: seed is a whole number of at most 64 bits; found {shown(seed)}")
-    if torch_private.transforms_are_on() and (spec is not None or isinstance(x, DTensor)):
+    if spec is not None or isinstance(x, DTensor):
         check_transforms("axes.nn.dropout", (x,))
-    part = _held(x, spec, mesh, written_sizes(keywords, sizes))
+    sharding, shape = _placed(x, spec, mesh, {**keywords, **(sizes or {})})
+    pending = () if sharding is None else sharding.pending
+    if any(op not in ("sum", "mean") for op, _ in pending):
+        raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")
     if not checked_flag("axes.nn.dropout: training", training) or p == 0:
         return x
-    bits = _seed(None if part is None else part.sharding, seed)
+    bits = _seed(sharding, seed)
     if isinstance(x, DTensor):
         return _dropped(used(x), bits, float(p))
-    if part is None:
-        return _without(x, _kept(x, None, tuple(x.shape), bits, p), p)
-    (whole,) = told_shapes(f"axes.nn.dropout '{part.sharding}'", part.sharding.mesh, (part,), (x,))
-    return _without(x, _kept(x, part.sharding.sized(whole), whole, bits, p), p)
+    return _without(x, sharding, shape, bits, p)
 
 
 class Dropout(torch.nn.Module):
@@ -142,51 +130,27 @@ def _check_probability(p: object) -> None:
 # --- where a tensor lies
 
 
-def _held(x: torch.Tensor, spec: str | None, mesh: Mesh | None, sizes: Given) -> LocalPart | None:
-    """Which part of a tensor is here; None where every element is."""
+def _placed(
+    x: torch.Tensor, spec: str | None, mesh: Mesh | None, sizes: Mapping[str, int]
+) -> tuple[Sharding | None, tuple[int, ...]]:
+    """How a tensor is sharded, and its whole shape; None where every element is here."""
+    around = ambient_mesh() if mesh is None else mesh
     if isinstance(x, DTensor):
-        held = torch_private.spec_of(x)
-        sharding, whole = sharding_of_spec(held), tuple(held.shape)
-        if spec is not None:
-            names = mesh if mesh is not None else ambient_mesh()
-            names = names if names is not None and names.universe == sharding.universe else sharding.mesh
-            _check_said(spec, marked_sharding(names, spec, sizes, x.ndim)[0], sharding, whole)
-        return LocalPart(sharding, tuple(torch_private.local_of(x).shape), whole)
-    if spec is None:
-        around = ambient_mesh() if mesh is None else checked_mesh(mesh)
-        if around is not None and around.size > 1:
-            raise ShardingError(
-                f"axes.nn.dropout of a plain tensor on {around!r} needs to know which part of the whole it is; write "
-                "a spec, as in axes.nn.dropout(x, 0.1, 'b@dp s d')"
-            )
-        return None
-    around = mesh if mesh is not None else ambient_mesh()
-    if around is None and "@" not in spec:
-        around = ALONE
-    return _shard(tuple(x.shape), spec, required_mesh(around, "axes.nn.dropout"), sizes)
-
-
-def _shard(local: tuple[int, ...], spec: str, mesh: Mesh, sizes: Given) -> LocalPart:
-    if mesh.size > 1 and mesh.binding is None:
-        raise MeshError(f"{mesh!r} is algebra alone; axes.nn.dropout needs one made with axes.init_mesh(...)")
-    if mesh.coordinate is None:
-        raise MeshError(f"rank {mesh.rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {spec}")
-    part = read_shard(mesh, spec, local, sizes)
-    _check_linear(part.sharding)
-    check_share(part, part.even)
-    return part
-
-
-def _check_said(spec: str, said: Sharding, sharding: Sharding, whole: tuple[int, ...]) -> None:
-    if said.ndim != len(whole) or not said.sized(whole).is_equivalent(sharding.sized(whole), whole):
+        with contextlib.nullcontext() if around is None else use_mesh(around), torch.no_grad():
+            to_local(x, spec)  # refuses a spec that isn't that of the tensor
+        return sharding_of(x), tuple(x.shape)
+    if spec is not None:
+        sharding, shape = whole("axes.nn.dropout", x, spec, mesh, sizes)
+        if sharding.mesh.coordinate is None:
+            held = f"rank {sharding.mesh.rank} isn't one of the ranks of {sharding.mesh!r}"
+            raise MeshError(f"{held}, so it holds no shard\nin  {spec}")
+        return sharding, shape
+    if around is not None and around.size > 1:
         raise ShardingError(
-            f"axes.nn.dropout: the tensor isn't sharded as the spec says\n  spec    {spec}\n  tensor  {sharding}"
+            f"axes.nn.dropout of a plain tensor on {around!r} needs to know which part of the whole it is; write "
+            "a spec, as in axes.nn.dropout(x, 0.1, 'b@dp s d')"
         )
-
-
-def _check_linear(sharding: Sharding) -> None:
-    if any(op not in ("sum", "mean") for op, _ in sharding.pending):
-        raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")
+    return None, tuple(x.shape)
 
 
 # --- what is dropped
@@ -201,39 +165,19 @@ def _seed(sharding: Sharding | None, seed: int | None) -> int:
     return int.from_bytes(hashlib.sha256(f"dropout {int(seed)}".encode()).digest()[:7], "big")
 
 
-@of_world(1024)
 def _compare_generators(mesh: Mesh) -> None:
     """`DesyncError` where the default generators of the mesh's ranks differ; asked once for each mesh."""
-    world, ranks = current_world(), mesh.ranks_of(mesh.layout_of_all)
-    if world.fake or ranks is None:
-        return
     state = hashlib.sha256(torch.random.get_rng_state().numpy().tobytes()).hexdigest()[:16]
-    advice = "seed all ranks alike before it, torch.manual_seed(0); or pass seed=, one number on all ranks"
-    barrier = world.barrier("dropout", ranks, f"the first axes.nn.dropout over {ranks_text(ranks)}", advice)
     said = f"a default CPU generator (seed {torch.initial_seed()}) in the state {state}"
-    agree(world.member, barrier, said, time_limit(mesh.binding.device_type))
+    advice = "seed all ranks alike before it, torch.manual_seed(0); or pass seed=, one number on all ranks"
+    ranks = mesh.ranks_of(mesh.layout_of_all) or ()
+    device_type = mesh.device_mesh.device_type
+    agree("the first axes.nn.dropout", ranks, said, advice=advice, device_type=device_type, once=True)
 
 
-def _kept(x: torch.Tensor, sharding: Sharding | None, whole: tuple[int, ...], seed: int, p: float) -> torch.Tensor:
-    """Which elements of a shard are kept."""
-    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    if p == 1:
-        return kept.zero_()
-    threshold = math.ceil(p * _WIDE)
-
-    def draw(places: torch.Tensor, seed: int, _: torch.dtype) -> torch.Tensor:
-        return kept_at(places, seed, threshold)
-
-    draw_into(kept, _everything(x.ndim) if sharding is None else sharding, whole, draw, seed)
-    return kept
-
-
-@functools.lru_cache(maxsize=64)
-def _everything(ndim: int) -> Sharding:
-    return marked_sharding(ALONE, " ".join("_" * ndim), (), ndim)[0]
-
-
-def _without(x: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:
+def _without(x: torch.Tensor, sharding: Sharding | None, shape: tuple[int, ...], seed: int, p: float) -> torch.Tensor:
+    """A shard without the elements that are dropped."""
+    kept = draw(torch.empty(x.shape, dtype=torch.bool, device=x.device), sharding, shape, seed, "kept", p)
     return torch.where(kept, x if p == 1 else x * (1 / (1 - p)), 0.0)
 
 
@@ -241,14 +185,9 @@ def _dropped(x: DTensor, seed: int, p: float) -> DTensor:
     """Dropout of a DTensor. Its gradient loses the same elements, in the sharding in which it arrives."""
 
     def run(x: DTensor) -> DTensor:
-        spec, local = torch_private.spec_of(x), waited(torch_private.local_of(x))
-        sharding = sharding_of_spec(spec)
-        _check_linear(sharding)
+        shard, sharding, shape = local(x), sharding_of(x), tuple(x.shape)
         if sharding.mesh.coordinate is not None:
-            local = _without(local, _kept(local, sharding, tuple(spec.shape), seed, p), p)
-        return torch_private.dtensor(local, spec_around(local, spec.mesh, spec.placements, tuple(spec.shape)))
+            shard = _without(shard, sharding, shape, seed, p)
+        return dtensor(shard, x)
 
     return linear(run, lambda g: _dropped(g, seed, p), x)
-
-
-__all__ = ["Dropout", "dropout"]

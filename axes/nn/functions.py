@@ -36,10 +36,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import nested_chunk
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown, suggestion, wrong_dims
-from axes.algebra.grammar import Dim, Pending, Place, Spec, checked_text, parse_spec, parse_tensor
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, wrong_dims
+from axes.algebra.grammar import Dim, Pending, Place, Spec, checked_text, parse_spec
 from axes.algebra.mesh import Mesh, use_mesh
 from axes.algebra.sizes import given_sizes, whole_number
+from axes.extension import linear, read, shown, suggestion
 from axes.ops.autocast import of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, pmin, psum
 from axes.ops.einops_ops import rearrange
@@ -48,7 +49,6 @@ from axes.ops.request import T
 from axes.ops.shard_map import run_region
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
-from axes.runtime.linear import linear
 from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_transforms
 
 Axes = tuple[str, ...]
@@ -340,7 +340,7 @@ def _form(what: str, spec: str, over: Axes) -> _Form:
         if name not in known:
             hint = suggestion(name, filter(None, known))
             raise ExpressionError(
-                f"{what} is over dims of the spec by name; found {shortened(name)}{hint}", spec, 0, len(spec)
+                f"{what} is over dims of the spec by name; found {shown(name)}{hint}", spec, 0, len(spec)
             )
     dots = known.index("...") if "..." in known else len(known)
     dims = [_explicit(dim) if name in over else dim for dim, name in zip(tree.dims, known, strict=True)]
@@ -454,7 +454,7 @@ def _table_form(expression: str) -> _Table:
 
 def three_specs(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Spec]:
     """The three specs of `one, two -> result`; `ExpressionError`, which says the shape, for anything else."""
-    tree = parse_tensor(expression)
+    tree = read(expression)
     if len(tree.operands) != 2 or tree.results is None or len(tree.results) != 1:
         _wrong(expression, f"{what} is '{shape}'")
     return *tree.operands, tree.results[0]
@@ -522,7 +522,7 @@ def _cast(what: str, local: Local, *tensors: torch.Tensor) -> torch.Tensor:
 @read_once
 def _operands(expression: str) -> tuple[tuple[str | None, ...], ...]:
     """For each operand the names of its dims."""
-    return tuple(tuple(map(_name, spec.dims)) for spec in parse_tensor(expression).operands)
+    return tuple(tuple(map(_name, spec.dims)) for spec in read(expression).operands)
 
 
 def _check_shapes(what: str, expression: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -535,7 +535,7 @@ def _check_shapes(what: str, expression: str, tensors: Sequence[torch.Tensor]) -
         dots = names.index("...") if "..." in names else len(names)
         behind = len(names) - dots - 1
         if x.ndim != len(names) and (behind < 0 or x.ndim < len(names) - 1):
-            spec = parse_tensor(expression).operands[at]
+            spec = read(expression).operands[at]
             raise wrong_dims(spec, len(names) - (behind >= 0), x.ndim, tuple(x.shape))
         pairs = [*zip(names[:dots], x.shape, strict=False)]
         pairs += [*zip(names[dots + 1 :], x.shape[x.ndim - behind :], strict=True)] if behind > 0 else []

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError
 from axes.algebra.grammar import Spec, parse_spec
 from axes.algebra.sizes import checked_flag, checked_size, given_sizes
+from axes.extension import shown
 from axes.nn.annotations import annotate
 from axes.nn.functions import (
     Over,
@@ -66,7 +67,7 @@ class Named(torch.nn.Module):
         inline = [factor.size for dim in spec.dims for factor in dim.factors if factor.name == name and factor.size]
         found = checked_size(name, self.sizes[name]) if name in self.sizes else next(iter(inline), None)
         if found is None:
-            raise SizeError(f"{shortened(name)} needs a size, like {name}=8\nin  {self.text}")
+            raise SizeError(f"{shown(name)} needs a size, like {name}=8\nin  {self.text}")
         return found
 
     def named(self, **specs: Spec) -> None:
@@ -258,7 +259,7 @@ def _dims_over(text: str, over: Over) -> Spec:
     for name in names:
         if name not in _names(spec):
             known = ", ".join(sorted(_names(spec)))
-            found = f"found {shortened(name)}; known: {known}"
+            found = f"found {shown(name)}; known: {known}"
             raise ExpressionError(f"a norm is over dims of the spec by name; {found}", text)
     return Spec(tuple(dim for dim in spec.dims if _names(Spec((dim,))) & set(names)))
 

@@ -31,6 +31,7 @@ from axes.algebra.errors import AxesError
 from axes.algebra.grammar import Spec
 from axes.algebra.logical import Rules, use_rules
 from axes.algebra.mesh import Mesh
+from axes.extension import local
 from axes.nn.diagnosis import TRUTH, Piece, is_rounded
 from axes.nn.shard_module import shard_module
 from axes.ops.arguments import NamedSpecs
@@ -38,7 +39,6 @@ from axes.ops.module_regions import without_same
 from axes.ops.regions import read_region
 from axes.ops.shard_map import shard_map
 from axes.runtime import torch_private
-from axes.runtime.check import waited
 from axes.runtime.groups import destroy_process_groups
 from axes.runtime.sharded import shard_on_mesh, sharding_of
 from axes.runtime.world import init_mesh
@@ -315,7 +315,7 @@ def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
                 if placement.is_partial() and ranks & set(along.tolist()) - {mesh.rank}:
                     known[name] = str(getattr(placement, "reduce_op", "sum"))
     index = sharding_of(x).local_indices(tuple(x.shape))
-    return Piece(_comparable(waited(torch_private.local_of(x))), tuple(x.shape), index, known)
+    return Piece(_comparable(local(x)), tuple(x.shape), index, known)
 
 
 def _comparable(x: torch.Tensor) -> torch.Tensor:

@@ -27,11 +27,12 @@ import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError, shown
+from axes.algebra.errors import ShardingError
 from axes.algebra.sizes import checked_flag
-from axes.nn.clip_grad_norm import local_tensor, settled_gradient
+from axes.extension import dtensor, shown
+from axes.extension import local as local_tensor
+from axes.nn.clip_grad_norm import settled_gradient
 from axes.runtime import torch_private
-from axes.runtime.border import spec_around
 from axes.runtime.transforms import check_dense
 
 Parameters = Iterable[Any]
@@ -175,7 +176,7 @@ class LocalSteps(optim.Optimizer):
             for p, gradient in zip(sharded, given, strict=True):
                 x, local[p].grad = local[p].grad, None
                 if x is not gradient:
-                    p.grad = None if x is None else _whole(x, p)
+                    p.grad = None if x is None else dtensor(x, p)
             # torch's fused steps count no version of what they write.
             moved = [
                 gradient is not None or _versions(written[p]) != before[p]
@@ -269,11 +270,5 @@ def _whole_state(optimizer: type[optim.Optimizer], parameter: DTensor, made: Sta
                     f"{list(parameter.shape)} that is neither a value of each element nor a number; use the optimizer "
                     "itself on DTensors, or on whole tensors"
                 )
-            found[key] = _whole(value, parameter) if is_whole else value
+            found[key] = dtensor(value, parameter) if is_whole else value
     return found
-
-
-def _whole(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """The DTensor that has this shard, sharded as a parameter is."""
-    spec = torch_private.spec_of(parameter)
-    return torch_private.dtensor(local, spec_around(local, spec.mesh, spec.placements, tuple(spec.shape)))

@@ -15,13 +15,14 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ShardingError, shown, suggestion
+from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.grammar import parse_spec
 from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, checked_texts, given_sizes, written_sizes
+from axes.extension import shown, suggestion
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
 from axes.ops.module_regions import note_sharded

@@ -23,11 +23,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.logical import Rules, checked_rules
 from axes.algebra.mesh import Mesh, ambient_mesh
 from axes.algebra.sizes import checked_texts, written_sizes
+from axes.extension import shown
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Mismatch, axes_of_factor, subsets, words
 from axes.nn.judgement import judged
@@ -236,7 +237,7 @@ def _job(
         program = copy.deepcopy(program)
         regions = without_regions(program)
     elif sizes:
-        raise SizeError(f"sizes are for specs of a module; found {words(map(shortened, sizes))} beside a function")
+        raise SizeError(f"sizes are for specs of a module; found {words(map(shown, sizes))} beside a function")
     return Job(program, inputs, (), regions, specs, rules, sizes)
 
 

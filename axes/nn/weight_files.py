@@ -4,7 +4,7 @@
 
 A safetensors file begins with the name, dtype, shape and place of each tensor, and is mapped into memory: a
 rank copies from there what lies in its shards, box by box, and the rest of the file isn't read. Who has which
-boxes is what a checkpoint asks as well (`axes.runtime.checkpoint`), so that every sharding is served.
+boxes is what a checkpoint asks as well, so that every sharding is served.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,15 +22,10 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError, shown, suggestion
-from axes.algebra.layout import Universe
+from axes.algebra.errors import DesyncError, ShardingError
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sizes import tuple_of
-from axes.nn.clip_grad_norm import local_tensor
-from axes.runtime.agreement import agree, ranks_text, refuse
-from axes.runtime.checkpoint import parts_of
-from axes.runtime.groups import current_world, time_limit
-from axes.runtime.linear import count_writes
+from axes.extension import agree, boxes, local, shown, suggestion, written
 
 M = TypeVar("M", bound=torch.nn.Module)
 Names = Mapping[str, str | None] | Callable[[str], str | None]
@@ -109,10 +103,10 @@ def load_safetensors(
 
 def _check_arguments(path: object, names: object, ignore: object) -> None:
     try:
-        written = isinstance(os.fspath(path), str)  # type: ignore[call-overload]
+        is_path = isinstance(os.fspath(path), str)  # type: ignore[call-overload]
     except Exception:  # no path, or a class that fails to say it
-        written = False
-    if not written:
+        is_path = False
+    if not is_path:
         raise ShardingError(f"path is a file or a folder with safetensors files; found {type(path).__name__}")
     if not (names is None or isinstance(names, Mapping) or callable(names)):
         raise ShardingError(
@@ -297,12 +291,12 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 
 def _fill(tensor: torch.Tensor, there: Any) -> None:
     """Copy what this rank has of a tensor."""
-    local = local_tensor(tensor)
-    for part in parts_of(tensor):
-        if 0 not in part.sizes:
-            where = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
-            part.within(local).copy_(there[where])
-    count_writes([tensor])
+    shard = local(tensor)
+    for box in boxes(tensor):
+        if 0 not in box.sizes:
+            where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+            box.within(shard).copy_(there[where])
+    written([tensor])
 
 
 # --- the same on every rank
@@ -310,36 +304,29 @@ def _fill(tensor: torch.Tensor, there: Any) -> None:
 
 def _agreed(slots: Sequence[_Slot], found: Callable[[], _Found]) -> _Found:
     """What `found()` gives, once all ranks of the meshes of the parameters have found the same."""
-    world, waiting = current_world() if torch.distributed.is_initialized() else None, []
-    if world is None or world.fake:
-        return found()
-    for ranks, patience in _meshes(slots):
-        subject = f"load_safetensors over {ranks_text(ranks)}"
-        barrier = world.barrier(
-            "load_safetensors", ranks, subject, "every rank of a mesh calls it with the same module"
-        )
-        waiting.append((barrier, patience))
+    here: _Found = []
+    said: str | Exception
     try:
         here = found()
-        while waiting:
-            barrier, timeout = waiting.pop(0)
-            agree(world.member, barrier, _statement(here), timeout)
-    except Exception as error:
-        for barrier, _ in waiting:
-            refuse(world.member, barrier, error)
-        raise
+        said = _statement(here)
+    except Exception as error:  # which the others are told
+        said = error
+    for device_type, ranks in _meshes(slots):
+        try:
+            advice = "every rank of a mesh calls it with the same module"
+            agree("load_safetensors", ranks, said, advice=advice, device_type=device_type)
+        except DesyncError as error:
+            said = error
+    if isinstance(said, Exception):
+        raise said
     return here
 
 
-def _meshes(slots: Sequence[_Slot]) -> list[tuple[Sequence[int], timedelta]]:
-    """The ranks of each mesh that has parameters and this rank, each once, and how long they wait for one another."""
+def _meshes(slots: Sequence[_Slot]) -> list[tuple[str, Sequence[int]]]:
+    """The type of device and the ranks of each mesh that has parameters and this rank, each once."""
     meshes = dict.fromkeys(slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor))
-    found: dict[tuple[str, Sequence[int]], timedelta] = {}
-    for mesh in meshes:
-        if mesh.get_coordinate() is not None:
-            ranks = Universe.of(sorted(mesh.mesh.flatten().tolist())).ranks
-            found.setdefault((mesh.device_type, ranks), time_limit(mesh.device_type))
-    return [(ranks, patience) for (_, ranks), patience in found.items()]
+    here = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+    return list(dict.fromkeys((mesh.device_type, tuple(sorted(mesh.mesh.flatten().tolist()))) for mesh in here))
 
 
 def _statement(found: _Found) -> str:

@@ -26,7 +26,7 @@ seconds longer than for the other ranks.
 
 >>> import torch.distributed as dist
 >>> member = Member(dist.HashStore(), rank=0)
->>> agree(member, Barrier("mesh/0", range(1), "init_mesh over rank 0"), "dp=1", timedelta(seconds=5))
+>>> agree_at(member, Barrier("mesh/0", range(1), "init_mesh over rank 0"), "dp=1", timedelta(seconds=5))
 [None]
 """
 
@@ -132,7 +132,7 @@ class Barrier:
         return f"{self.subject}: {self.doing}" if self.doing else self.subject
 
 
-def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta, told: Any = None) -> list[Any]:
+def agree_at(member: Member, barrier: Barrier, statement: str, timeout: timedelta, told: Any = None) -> list[Any]:
     """Return when every member of the barrier has stated the same; `DesyncError` on all otherwise.
 
     Waits `timeout` at most, and on rank 0 up to five seconds more where the barrier fails. No key of the barrier stays
@@ -178,7 +178,7 @@ def without_report(member: Member, barriers: Iterable[Barrier]) -> str:
     """
     for barrier in barriers:
         try:
-            agree(member, barrier, "", timedelta(seconds=_REPORT_SECONDS))
+            agree_at(member, barrier, "", timedelta(seconds=_REPORT_SECONDS))
             break
         except MissedError:
             continue

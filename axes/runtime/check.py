@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.runtime import flags, torch_private
-from axes.runtime.agreement import OF_ONE_RANK, Barrier, agree, leave_word, ranks_text
+from axes.runtime.agreement import OF_ONE_RANK, Barrier, agree_at, leave_word, ranks_text
 from axes.runtime.groups import World, as_timeout, current_world, time_limit, who_else_failed
 from axes.runtime.places import user_place, whole_text
 from axes.runtime.trace import Listener, Operation, recorder, stop
@@ -86,7 +86,7 @@ def compare_operation(operation: Operation) -> None:
     subject = f"operation {found.attempt + 1} of {ranks_text(operation.ranks)}"
     barrier = replace(found, subject=subject, doing=f"{whole}{operation.said}{_at(user_place())}")
     told = [*map(list, (operation.sends, operation.receives))] if operation.sends else None
-    every = agree(world.member, barrier, f"{whole}{operation.compared}", _waits(world, operation), told)
+    every = agree_at(world.member, barrier, f"{whole}{operation.compared}", _waits(world, operation), told)
     if told:
         _compare_sizes(barrier, operation, every)
 
@@ -254,4 +254,4 @@ def _agree_on(check: bool) -> None:
         found = world.barrier("debug", range(world.size), subject, "Ask for the same on all ranks")
         world.times_debugged += 1  # what ranks count of a group, they count since then
         barrier = replace(found, doing=f"axes.debug(check={check}){_at(user_place())}")
-        agree(world.member, barrier, f"check={check}", time_limit("cpu"))
+        agree_at(world.member, barrier, f"check={check}", time_limit("cpu"))

@@ -41,7 +41,7 @@ from axes.runtime import flags, torch_private
 from axes.runtime.agreement import (
     Barrier,
     Member,
-    agree,
+    agree_at,
     connected,
     digest,
     failure,
@@ -291,7 +291,7 @@ def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
     except MeshError as error:
         refuse(world.member, barrier, error)
         raise
-    agree(world.member, barrier, f"the groups of {' '.join(sorted(asked))}", time_limit(mesh.binding.device_type))
+    agree_at(world.member, barrier, f"the groups of {' '.join(sorted(asked))}", time_limit(mesh.binding.device_type))
     groups_of(mesh, named)
 
 
@@ -445,7 +445,7 @@ def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
     )
     barrier = world.barrier("group", ranks, f"the group of {ranks_text(ranks)} ('{name}')", advice)
     said = [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()]
-    agree(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
+    agree_at(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
     content = hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
     again = f"_{barrier.attempt}" if barrier.attempt else ""
     timeout: Any = options.timeout or torch_private.default_timeout(mesh.binding.device_type)

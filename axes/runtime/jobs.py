@@ -59,7 +59,7 @@ from axes.algebra.specs import parsed_sharding
 from axes.algebra.transfer_ends import on_own_ranks
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
-from axes.runtime.agreement import agree
+from axes.runtime.agreement import agree_at
 from axes.runtime.check import heard
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.programs import name_of
@@ -342,7 +342,7 @@ class JobLink:
             return [json.loads(json.dumps(told))]
         world = current_world()
         barrier = world.barrier("link", self.ranks, f"{subject}, in '{self.name}'", _ADVICE)
-        return agree(world.member, barrier, statement, self.timeout + timedelta(seconds=more), told)
+        return agree_at(world.member, barrier, statement, self.timeout + timedelta(seconds=more), told)
 
     def _carried_out(self, pair: Pair, own: OwnTensors, text: str, said: str) -> None:
         other = pair.other

@@ -32,7 +32,7 @@ from axes.runtime.agreement import (
     LINGER_SECONDS,
     Barrier,
     Member,
-    agree,
+    agree_at,
     asked,
     in_time,
     leave_word,
@@ -256,7 +256,7 @@ class Rendezvous:
         if wrong is not None:
             refuse(member, barrier, wrong)
             raise wrong
-        every = agree(member, barrier, f"the plan {fingerprint}", self.timeout, [part, held])
+        every = agree_at(member, barrier, f"the plan {fingerprint}", self.timeout, [part, held])
         members = tuple(each for each, (takes_part, _) in enumerate(every) if takes_part)
         connections = {every[each][1] for each in members}
         return members, len(connections) != 1 or "" in connections
@@ -268,7 +268,7 @@ class Rendezvous:
         """
         seconds = REPORT if error else self.seconds + REPORT + GRACE
         barrier = Barrier(f"{pair.key}/end", range(pair.size), f"the end of {said}")
-        every = agree(self._member(pair, rank), barrier, "", timedelta(seconds=seconds), error)
+        every = agree_at(self._member(pair, rank), barrier, "", timedelta(seconds=seconds), error)
         failed = [f"  {pair.who(each)}: {text}" for each, text in enumerate(every) if text]
         if failed:
             raise DesyncError("\n".join([f"{said} failed, and all ranks are there to say so:", *failed[:_SHOWN]]))

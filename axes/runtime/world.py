@@ -32,7 +32,7 @@ from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import (
     Barrier,
     Member,
-    agree,
+    agree_at,
     asked,
     connected,
     leave_word,
@@ -187,7 +187,7 @@ def _start(device_type: str | None, timeout: object) -> None:
         refuse(member, barrier, error)
         raise
     limit = waits or torch_private.usual_timeout(backend)
-    agree(member, barrier, f"device type {device}, backend {backend}", limit)
+    agree_at(member, barrier, f"device type {device}, backend {backend}", limit)
 
     def connect() -> None:
         member.store.set_timeout(limit)
@@ -293,4 +293,4 @@ def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
     order = ranks_text(universe.ranks)
     parts = [mesh.declaration, order, binding.device_type, *nodes, *options, flags.flags_text()]
     statement = " | ".join(filter(None, parts))
-    agree(world.member, _barrier(world, universe), statement, waits or time_limit(binding.device_type))
+    agree_at(world.member, _barrier(world, universe), statement, waits or time_limit(binding.device_type))

@@ -1,0 +1,231 @@
+"""The names that packages around axes are built from, beside the public ones of `axes`.
+
+`axes.nn` is such a package: it could be somebody else's. What it needs of the inside is here.
+
+| name | for |
+| --- | --- |
+| `read` | an expression as a tree of specs, dims and places |
+| `whole` | which part of which whole tensor a shard is |
+| `local`, `dtensor` | this rank's shard of a DTensor, and back |
+| `boxes` | the blocks of the whole tensor that a shard consists of |
+| `linear` | a map of tensors with a gradient of its own |
+| `written` | autograd is told that tensors were written |
+| `draw` | random values that don't depend on the mesh |
+| `agree` | ranks compare what they hold, before they rely on it |
+| `collective`, `Operation` | communication of one's own, which is checked and traced as that of axes |
+| `listen` | to hear of all communication |
+| `where` | the user's line, and the expression, that an operation comes from |
+| `shown`, `suggestion` | values and near names, as errors say them |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import shown, suggestion
+from axes.algebra.grammar import parse_tensor as read
+from axes.algebra.layout import Universe
+from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh
+from axes.algebra.sharding import Sharding
+from axes.algebra.sizes import written_sizes
+from axes.ops.request import ALONE
+from axes.runtime import agreement, places, torch_private
+from axes.runtime.border import spec_around
+from axes.runtime.check import collective, waited
+from axes.runtime.checkpoint import parts_of as boxes
+from axes.runtime.factories import Draw, draw_into, kept_at, normal_at, uniform_at
+from axes.runtime.groups import current_world, of_world, time_limit
+from axes.runtime.linear import count_writes as written
+from axes.runtime.linear import linear
+from axes.runtime.sharded import dtensor_of
+from axes.runtime.shards import check_share, read_shard, told_shapes
+from axes.runtime.trace import Listener, Operation
+
+__all__ = [
+    "Operation",
+    "agree",
+    "boxes",
+    "collective",
+    "draw",
+    "dtensor",
+    "linear",
+    "listen",
+    "local",
+    "read",
+    "shown",
+    "suggestion",
+    "where",
+    "whole",
+    "written",
+]
+
+
+def whole(
+    what: str, x: torch.Tensor, spec: str, mesh: Mesh | None = None, sizes: Mapping[str, int] | None = None
+) -> tuple[Sharding, tuple[int, ...]]:
+    """The sharding and the whole shape of the tensor of which `x` is this rank's shard, by its spec.
+
+    what: who asks, as errors say it. mesh: where names are looked up, the ambient mesh by default; a spec without an
+    `@` needs none. sizes: whole sizes of names. Of a split dim without one, ranks tell each other how much they have,
+    in one small all-gather, for which the host waits.
+
+    Raises `ShardingError` where `x` isn't the shard that the spec says, `SizeError` on all ranks whose parts together
+    aren't one tensor, `MeshError` without a mesh or outside of it.
+
+    >>> import axes
+    >>> with axes.simulate(4, rank=3), axes.init_mesh("dp=2 tp=2"):
+    ...     sharding, shape = whole("a test", torch.ones(2, 3), "b@dp d@tp")
+    ...     print(sharding, shape, sharding.local_indices(shape)[1])
+    b@dp d@tp (4, 6) slice(3, 6, None)
+    """
+    around = mesh if mesh is not None else ambient_mesh()
+    around = ALONE if around is None and "@" not in spec else required_mesh(around, what)
+    if around.size > 1:
+        around._bound(what)
+    part = read_shard(around, spec, tuple(x.shape), written_sizes(sizes or {}))
+    check_share(part, part.even)
+    (shape,) = told_shapes(f"{what} '{part.sharding}'", around, (part,), (x,))
+    return part.sharding.sized(shape), shape
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, outside of autograd and waited for; a plain tensor itself.
+
+    >>> import axes
+    >>> with axes.simulate(2), axes.init_mesh("tp=2"):
+    ...     local(axes.ones("a@tp", a=4)).shape
+    torch.Size([2])
+    """
+    return waited(torch_private.local_of(x)) if isinstance(x, DTensor) else x
+
+
+def dtensor(shard: torch.Tensor, like: DTensor | Sharding, shape: Sequence[int] = ()) -> DTensor:
+    """The DTensor whose shard on this rank is `shard`; nothing is copied, sent or checked.
+
+    like: another DTensor, whose whole shape and placements it has; or a sharding, with the whole `shape`. Outside of
+    autograd: a map from shards to DTensors with a gradient is made by `linear`, or is `axes.from_local`.
+
+    >>> import axes
+    >>> with axes.simulate(2), axes.init_mesh("tp=2") as mesh:
+    ...     axes.spec_of(dtensor(torch.ones(2), mesh.sharding("a@tp"), (4,)))
+    '_@tp'
+    """
+    if isinstance(like, Sharding):
+        return dtensor_of(shard, like, shape)
+    spec = torch_private.spec_of(like)
+    return torch_private.dtensor(shard, spec_around(shard, spec.mesh, spec.placements, tuple(spec.shape)))
+
+
+def draw(
+    shard: torch.Tensor,
+    sharding: Sharding | None,
+    shape: Sequence[int],
+    seed: int,
+    kind: Literal["uniform", "normal", "kept"] = "uniform",
+    p: float = 0.0,
+) -> torch.Tensor:
+    """Fill this rank's shard of a tensor of a whole shape with random values, and return it.
+
+    A value follows from the seed and from its place in the whole tensor alone, so that one device and every mesh draw
+    the same. sharding: None where the shard is the whole tensor. kind: "uniform" in [0, 1), "normal" with mean 0 and
+    variance 1; "kept" are truth values, each false with probability `p`.
+
+    >>> import axes
+    >>> one = draw(torch.empty(4), None, (4,), seed=7)
+    >>> sharding = axes.Mesh("tp=2").at(1).sharding("a@tp")
+    >>> torch.equal(draw(torch.empty(2), sharding, (4,), seed=7), one[2:])
+    True
+    """
+    sharding = ALONE.sharding(" ".join("_" * shard.ndim)) if sharding is None else sharding
+    if kind == "kept" and p == 1:
+        return shard.zero_()
+    threshold = math.ceil(p * 2**63)
+    kinds: dict[str, Draw] = {
+        "uniform": uniform_at,
+        "normal": normal_at,
+        "kept": lambda places, seed, _: kept_at(places, seed, threshold),
+    }
+    draw_into(shard, sharding, shape, kinds[kind], seed)
+    return shard
+
+
+def agree(
+    what: str,
+    ranks: Sequence[int],
+    statement: str | Exception,
+    told: Any = None,
+    *,
+    advice: str = "",
+    device_type: str = "cpu",
+    timeout: timedelta | None = None,
+    once: bool = False,
+) -> list[Any]:
+    """Return when all of these ranks, which all call it alike, have stated the same; gives what each has `told`.
+
+    what: what they agree on, as errors say it. statement: a line that shows what this rank holds; or the error with
+    which it fails, which the others are told at once, and which isn't raised here. told: anything that JSON can say.
+    advice: what to write instead. once: compare at the first call alone, of these ranks and `what` in this job.
+    timeout: by default that of groups on the `device_type`.
+
+    Raises `DesyncError` on all ranks that came, with both sides, or with who is missing and was last seen where. In a
+    simulated world, or without a job, nobody else comes.
+
+    >>> agree("the size of a batch", [0], "32")
+    [None]
+    """
+    if not torch.distributed.is_initialized():
+        return [told]
+    world, ranks = current_world(), Universe.of(ranks).ranks
+    asked = _asked(what, ranks) if once else []
+    if world.fake or len(ranks) == 1 or asked:
+        return [told]
+    barrier = world.barrier(what, ranks, f"{what} over {agreement.ranks_text(ranks)}", advice)
+    if isinstance(statement, Exception):
+        agreement.refuse(world.member, barrier, statement)
+        return [told]
+    found = agreement.agree_at(world.member, barrier, statement, timeout or time_limit(device_type), told)
+    if once:
+        asked.append(True)
+    return found
+
+
+@of_world(1024)
+def _asked(what: str, ranks: Sequence[int]) -> list[bool]:
+    """Whether these ranks have agreed on it before, in a list that remembers it."""
+    return []
+
+
+@contextlib.contextmanager
+def listen(before: Listener) -> Iterator[None]:
+    """In this block `before` hears of every `Operation` just before ranks communicate, in eager mode.
+
+    It gives a function that is called when the operation has returned, or None.
+
+    >>> import axes
+    >>> found = []
+    >>> with axes.simulate(2), axes.init_mesh("tp=2") as mesh, listen(lambda op: found.append(op.kind)):
+    ...     y = axes.psum(torch.ones(3), "tp", mesh=mesh)
+    >>> found
+    ['psum']
+    """
+    with places.listening(before, _unheard):
+        yield
+
+
+def _unheard() -> None:
+    """What a listener does where it doesn't ask which expression is carried out."""
+
+
+def where() -> tuple[str, tuple[str, ...]]:
+    """The innermost line of the user's code that led here, and the expressions that run, the outermost first.
+
+    The line is `file:line in function`, or "" in a backward pass that has a thread of its own.
+    """
+    return places.user_place(), places.parts()
