@@ -499,7 +499,12 @@ def inside_imports(path: Path) -> set[str]:
     return found
 
 
-PUBLIC = {"axes.nn", "axes.extension", *(f"axes.{name}" for name in axes.__all__), *(f"axes.nn.{name}" for name in axes.nn.__all__)}
+PUBLIC = {
+    "axes.nn",
+    "axes.extension",
+    *(f"axes.{name}" for name in axes.__all__),
+    *(f"axes.nn.{name}" for name in axes.nn.__all__),
+}
 MOST_INSIDE = 15
 
 
