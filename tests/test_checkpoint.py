@@ -6,6 +6,7 @@ Here: what FSDP2 shards, saves that are written meanwhile, what is read of safet
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 import types
@@ -16,7 +17,7 @@ import safetensors
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -313,6 +314,72 @@ def into_models(folder):
 
 def test_files_with_an_index_fill_tied_fused_and_fully_sharded_parameters(pool, folder):
     assert pool.run(into_models, str(folder)) == [[]] * 8
+
+
+def out_of_models(folder):
+    """What is read of files that ranks have written together, of a module sharded in several ways."""
+    mesh, wrong = job(), []
+    torch.manual_seed(0)
+    whole = Tied().double()
+    kinds = {
+        "fused": (SPECS, mesh["tp"], {}),
+        "columns": ({"embedding.weight": "v d@(tp dp)", "qkv.weight": "f@dp d@tp", "*": "..."}, mesh, {}),
+        "uneven": ({"embedding.weight": "v@(dp tp) d", "qkv.weight": "f d@(dp tp)", "*": "..."}, mesh, {}),
+        "fully sharded": (SPECS, mesh["tp"], {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": lambda _: Shard(1)}),
+        "plain": (None, None, {}),
+    }
+    for at, (kind, (specs, place, fsdp)) in enumerate(kinds.items()):
+        model, again = copy.deepcopy(whole), Tied().double()
+        for each in (model, again) if specs is not None else ():
+            axes.shard_module(each, specs, place, **({"k": 2} if specs is SPECS else {}))
+        if fsdp:
+            fully_shard(model, **fsdp)
+        path = Path(folder, str(at))
+        axes.nn.save_safetensors(model, path, named, file_bytes=(1 << 30, 1000)[at % 2])
+        files = sorted(path.glob("*.safetensors"))
+        assert [file.name for file in files] == ["model.safetensors"] or at % 2
+        index = path / "model.safetensors.index.json"
+        places = json.loads(index.read_text())["weight_map"] if at % 2 else {}
+        found = {name: (file.name, x) for file in files for name, x in load_file(file).items()}
+        wanted = {named(name): x for name, x in whole.state_dict().items() if name != "head.weight"}
+        wrong += [f"{kind}: {name}" for name in wanted.keys() ^ found.keys()]
+        wrong += [f"{kind}: {name}" for name, x in wanted.items() if not torch.equal(found[name][1], x)]
+        wrong += (
+            [f"{kind}: the index"] if places and places != {name: file for name, (file, _) in found.items()} else []
+        )
+        axes.nn.load_safetensors(again, path, named)
+        pairs = zip(again.state_dict().values(), model.state_dict().values(), strict=True) if not fsdp else ()
+        wrong += [f"{kind}, loaded" for one, other in pairs if not torch.equal(local_of(one), local_of(other))]
+    return wrong
+
+
+def local_of(x):
+    return x.to_local() if hasattr(x, "placements") else x
+
+
+def test_what_ranks_write_together_is_what_one_process_would(pool, tmp_path):
+    assert pool.run(out_of_models, str(tmp_path)) == [[]] * 8
+
+
+def failing(folder):
+    """What each rank is told where they differ in the folder, and where one can't write."""
+    rank, found = dist.get_rank(), []
+    model = axes.shard_module(Tied(), SPECS, job()["tp"], k=2)
+    for path in (f"{folder}/{rank == 5}", f"{folder}/there"):
+        try:
+            axes.nn.save_safetensors(model, path, (lambda name: 3) if rank == 2 and "there" in path else named)
+        except (ShardingError, DesyncError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_one_rank_that_fails_ends_a_save_for_all_and_leaves_no_file_that_looks_whole(pool, tmp_path):
+    for rank, (apart, own) in enumerate(pool.run(failing, str(tmp_path))):
+        assert apart.startswith("DesyncError: ranks disagree in save_safetensors over ranks 0..7:")
+        assert "all ranks of the job call it with one folder" in apart
+        said = "ShardingError: names of '"
+        assert said in own if rank != 2 else own.startswith(said)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_plain_module_in_one_process_is_filled_and_autograd_sees_it(folder):

@@ -118,6 +118,26 @@ def values(model: nn.Module, loss: Tensor, norm: Tensor) -> dict[str, Tensor]:
         return {name: axes.unshard(x) if isinstance(x, DTensor) else x.clone() for name, x in found.items()}
 
 
+def written_back(name: str, folder: str) -> list[str]:
+    """What transformers loads of files that ranks have written, of a model that they have read and trained a step."""
+    torch.set_num_threads(1)
+    in_float64()
+    (step,), wanted = trained_on_one_device(name, range(1)), on_one_device(name, seed=0)
+    mesh, model, optimizer = on("dp=2 tp=2", name, "", False, seed=1)
+    axes.nn.load_safetensors(model, f"{folder}/theirs")
+    trained(name, model, mesh, optimizer, range(1))
+    if mesh.rank == 0:
+        wanted.config.save_pretrained(f"{folder}/ours")
+    axes.nn.save_safetensors(model, f"{folder}/ours", file_bytes=30_000)
+    found = type(wanted).from_pretrained(f"{folder}/ours", dtype=torch.float64)
+    whole = {key: axes.unshard(x) if isinstance(x, DTensor) else x for key, x in model.named_parameters()}
+    return [key for key, x in found.named_parameters() if not torch.equal(x, whole[key])] + [
+        f"{key} after the step"
+        for key, x in found.named_parameters()
+        if not torch.allclose(x, step[key], rtol=1e-9, atol=1e-9)
+    ]
+
+
 def in_float64() -> None:
     """Have norms and routers compute in the dtype of their input. In transformers they take float32, whatever it is."""
 
@@ -156,3 +176,9 @@ def test_training_under_fsdp2_and_resuming_on_another_mesh_is_that_of_one_device
 @pytest.mark.parametrize(("name", "recompute", "of_mesh"), [case for case in CASES if case != OFTEN])
 def test_so_it_is_for_every_model_and_every_order_of_checkpoints(warm, tmp_path, name, recompute, of_mesh):
     check(warm, tmp_path, name, recompute, of_mesh)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("Qwen3", marks=pytest.mark.full)])
+def test_what_ranks_have_read_trained_and_written_back_transformers_loads(warm, tmp_path, name):
+    on_one_device(name, seed=0).save_pretrained(tmp_path / "theirs", save_original_format=False)
+    assert warm(written_back, 4, name, str(tmp_path), timeout=180) == [[]] * 4

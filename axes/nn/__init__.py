@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from axes.nn.optimizers import local_optimizer as local_optimizer
     from axes.nn.verification import verify as verify
     from axes.nn.weight_files import load_safetensors as load_safetensors
+    from axes.nn.weight_files import save_safetensors as save_safetensors
 
 _HOME = {
     "axes.nn.clip_grad_norm": ("clip_grad_norm_", "total_norm"),
@@ -53,7 +54,7 @@ _HOME = {
     "axes.nn.layers": ("Einsum", "Embedding", "LayerNorm", "RMSNorm"),
     "axes.nn.optimizers": ("local_optimizer",),
     "axes.nn.verification": ("verify",),
-    "axes.nn.weight_files": ("load_safetensors",),
+    "axes.nn.weight_files": ("load_safetensors", "save_safetensors"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,6 +1,7 @@
-"""Weights from safetensors files, each rank the part that it has.
+"""Weights from safetensors files and back, each rank the part that it has.
 
     axes.nn.load_safetensors(model, "Llama-3.2-1B", names=lambda name: "model." + name)
+    axes.nn.save_safetensors(model, "Llama-3.2-1B-tuned", names=lambda name: "model." + name)
 
 A safetensors file begins with the name, dtype, shape and place of each tensor, and is mapped into memory: a
 rank copies from there what lies in its shards, box by box, and the rest of the file isn't read. Who has which
@@ -11,20 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import DesyncError, ShardingError
 from axes.algebra.name_patterns import NamePatterns
-from axes.algebra.sizes import tuple_of
+from axes.algebra.sizes import tuple_of, whole_number
 from axes.extension import agree, boxes, local, shown, suggestion, written
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -53,6 +56,8 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 """What safetensors calls the dtypes of torch that a parameter or buffer may have."""
+
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def load_safetensors(
@@ -99,6 +104,67 @@ def load_safetensors(
         for slot, name in _agreed(slots, lambda: _matched(slots, files.find(path), names, left)):
             _fill(slot.tensor, files.slice_of(name))
     return module
+
+
+def save_safetensors(
+    module: torch.nn.Module, folder: str | PathLike[str], names: Names | None = None, file_bytes: int = 5_000_000_000
+) -> None:
+    """Write the parameters and persistent buffers of a module to safetensors files, as Hugging Face's are.
+
+    module: sharded (`axes.shard_module`, `fully_shard`) or plain. Each rank writes what lies in its own shards to its
+        place in the files, so that no rank ever has more; of copies one rank writes. With pipeline stages each rank
+        passes its own, and the files have all of them.
+    folder: is made, or has no safetensors files yet; the same on all ranks, on a file system that they share.
+    names: what the files call a parameter, as in `load_safetensors`; None in the place of a name leaves it out. A tied
+        parameter is written once, under its first name.
+    file_bytes: a file has at most so many bytes, unless one tensor has more; several files get an index.
+
+    All ranks of the job call it, and it returns when all have written. Files have their names when they are whole:
+    until then, and where a rank fails, they end in `.part`. Beside the model's `config.json`, written by
+    `model.config.save_pretrained(folder)`, `from_pretrained` of transformers loads them.
+
+    Raises `ShardingError` before anything is written where a parameter can't be in such a file, where two have one
+    name, and where the folder has such files; `DesyncError` on all ranks where one fails, or where folders differ.
+
+    >>> import tempfile
+    >>> from safetensors.torch import load_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_safetensors(torch.nn.Linear(6, 4), folder)
+    ...     sorted((name, list(x.shape)) for name, x in load_file(f"{folder}/model.safetensors").items())
+    [('bias', [4]), ('weight', [4, 6])]
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ShardingError(f"axes.nn.save_safetensors takes a module; found {type(module).__name__}")
+    _check_arguments(folder, names, ())
+    if whole_number(file_bytes) is None or file_bytes < 1:
+        raise ShardingError(f"file_bytes is a whole number from 1; found {shown(file_bytes)}")
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = range(torch.distributed.get_world_size() if running else 1)
+    rank = torch.distributed.get_rank() if running else 0
+    path, own = Path(folder), {}
+
+    def together(step: Callable[[], Any], stated: str) -> list[Any]:
+        """What each rank tells of a step; where it fails on one, all raise."""
+        try:
+            told = step()
+        except Exception as error:  # which the others are told
+            agree("save_safetensors", ranks, error)
+            raise
+        return agree("save_safetensors", ranks, stated, told, advice="all ranks of the job call it with one folder")
+
+    def listed() -> list[list[Any]]:
+        own.update(_named(module, names))
+        if rank == 0 and path.is_dir() and any(path.glob("*.safetensors*")):
+            raise ShardingError(f"axes.nn.save_safetensors: {path} has safetensors files already; pass a new folder")
+        return [[name, _CODES[x.dtype], list(x.shape)] for name, x in own.items()]
+
+    every = together(listed, f"{path}, {file_bytes} bytes a file")
+    if len(every) < len(ranks):
+        raise ShardingError("axes.nn.save_safetensors: a simulated world has no other ranks to write their parts")
+    files = _planned([tuple(each) for each in every], file_bytes)
+    together(lambda: _begin(path, files if rank == 0 else []), "begun")
+    together(lambda: _write(path, files, own, rank), "written")
+    together(lambda: _finish(path, files if rank == 0 else []), "finished")
 
 
 def _check_arguments(path: object, names: object, ignore: object) -> None:
@@ -297,6 +363,127 @@ def _fill(tensor: torch.Tensor, there: Any) -> None:
             where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
             box.within(shard).copy_(there[where])
     written([tensor])
+
+
+# --- files that are written
+
+
+class _File(NamedTuple):
+    """A file to write: its name, its header, its size, and of each tensor the place and the first rank that has it."""
+
+    name: str
+    header: bytes
+    places: dict[str, tuple[int, int]]
+    size: int
+
+
+def _named(module: torch.nn.Module, names: Names | None) -> dict[str, torch.Tensor]:
+    """The tensors of a module by their names in the files."""
+    found: dict[str, torch.Tensor] = {}
+    for slot in _slots(module):
+        name, x = _name_in_files(names, slot.names[0]), slot.tensor
+        if name is None:
+            continue
+        if name in found:
+            raise ShardingError(f"axes.nn.save_safetensors: two parameters are called '{name}' in the files")
+        if x.dtype not in _CODES or x.is_meta or any(p.is_partial() for p in getattr(x, "placements", ())):
+            raise ShardingError(
+                f"axes.nn.save_safetensors: {slot.names[0]} of {x.dtype} on '{x.device}' can't be in a safetensors "
+                "file, which has values of plain dtypes, with nothing pending"
+            )
+        found[name] = x
+    return found
+
+
+def _planned(every: Sequence[Sequence[Sequence[Any]]], file_bytes: int) -> list[_File]:
+    """The files for all tensors of all ranks, the same on each of them."""
+    tensors: dict[str, tuple[str, list[int], int]] = {}
+    for rank, told in enumerate(every):
+        for name, code, shape in told:
+            known = tensors.setdefault(name, (code, shape, rank))
+            if known[:2] != (code, shape):
+                raise ShardingError(
+                    f"axes.nn.save_safetensors: '{name}' is {known[0]} {known[1]} on rank {known[2]}, and {code} "
+                    f"{shape} on rank {rank}"
+                )
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, (code, shape, _) in tensors.items():
+        own = math.prod(shape) * _DTYPES[code].itemsize
+        if groups[-1] and size + own > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += own
+    return [_file(at, len(groups), {name: tensors[name] for name in group}) for at, group in enumerate(groups)]
+
+
+def _file(at: int, count: int, tensors: Mapping[str, tuple[str, list[int], int]]) -> _File:
+    begin, header, offsets = 0, dict[str, Any]({"__metadata__": {"format": "pt"}}), dict[str, int]()
+    for name in sorted(tensors, key=lambda name: -_DTYPES[tensors[name][0]].itemsize):  # so that each is aligned
+        code, shape, _ = tensors[name]
+        end = begin + math.prod(shape) * _DTYPES[code].itemsize
+        header[name], offsets[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}, begin
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    places = {name: (first + offset, tensors[name][2]) for name, offset in offsets.items()}
+    name = _WHOLE if count == 1 else f"model-{at + 1:05}-of-{count:05}.safetensors"
+    return _File(name, len(text).to_bytes(8, "little") + text, places, first + begin)
+
+
+def _begin(path: Path, files: Sequence[_File]) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        with (path / f"{file.name}.part").open("xb") as opened:
+            opened.write(file.header)
+            opened.truncate(file.size)
+
+
+def _write(path: Path, files: Sequence[_File], own: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Write what this rank has and no rank before it."""
+    for file in files:
+        here = {name: place for name, place in file.places.items() if name in own}
+        mine = {name: place for name, place in here.items() if _is_first(own[name], place[1], rank)}
+        if mine:
+            with (path / f"{file.name}.part").open("r+b") as opened:
+                for name, (start, _) in mine.items():
+                    for box in boxes(own[name]):
+                        _write_box(opened, start, own[name], box)
+
+
+def _is_first(x: torch.Tensor, first: int, rank: int) -> bool:
+    """Whether this rank is the first of those that have the same part of a tensor."""
+    if not isinstance(x, DTensor):
+        return rank == first
+    coordinate = x.device_mesh.get_coordinate()
+    return coordinate is not None and not any(
+        at for at, placement in zip(coordinate, x.placements, strict=True) if placement.is_replicate()
+    )
+
+
+def _write_box(opened: BinaryIO, start: int, x: torch.Tensor, box: Any) -> None:
+    """Write a box of a tensor, row by row of what is contiguous in the whole."""
+    shape = x.shape
+    count = next((dim for dim in reversed(range(x.ndim)) if box.sizes[dim] != shape[dim]), 0)
+    rows = box.within(local(x)).detach().cpu().contiguous().view(-1).view(torch.uint8)
+    strides = [math.prod(shape[dim + 1 :]) * x.itemsize for dim in range(x.ndim)]
+    first = start + sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
+    places = itertools.product(*[range(size) for size in box.sizes[:count]])
+    each = math.prod(box.sizes[count:]) * x.itemsize
+    for place, row in zip(places, rows.split(each) if each else (), strict=False):
+        opened.seek(first + sum(at * stride for at, stride in zip(place, strides, strict=False)))
+        opened.write(memoryview(row.numpy()))
+
+
+def _finish(path: Path, files: Sequence[_File]) -> None:
+    for file in files:
+        (path / f"{file.name}.part").rename(path / file.name)
+    if len(files) > 1:
+        total = sum(file.size - len(file.header) for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": {name: f.name for f in files for name in f.places}}
+        (path / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 # --- the same on every rank
