@@ -608,6 +608,8 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "argmax": Door(axes.argmax, x, "b@dp d@tp", over="d", sized=True, **ends),
         "topk": Door(axes.topk, x, "b@dp d@tp", 2, over="d", sized=True, **ends),
         "topk of a shard": Door(axes.topk, plain, "b d@tp", 2, over="d", sized=True, **ends),
+        "sample": Door(axes.nn.sample, x, "b@dp d@tp", over="d", temperature=0.5, seed=3, sized=True, **ends),
+        "sample of a shard": Door(axes.nn.sample, plain, "b d@tp", over="d", seed=3, sized=True, **ends),
         "cross_entropy": Door(axes.cross_entropy, x, ids, "b@dp d@tp, b@dp ->", reduction="mean", ignore_index=-100, label_smoothing=0.1, z_loss=1e-4, sized=True, **ends),
         "cross_entropy with weights": Door(axes.cross_entropy, plain, labels, "b v, b ->", weight=torch.ones(8), sized=True, **ends),
         "cross_entropy of shards": Door(axes.cross_entropy, plain, labels, "b v@tp, b ->", sized=True, **ends),

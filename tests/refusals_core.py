@@ -74,6 +74,8 @@ FUNCTIONS = (
     ("axes.argmax(L(3, 4), 'q k', over='q k')", "ShardingError", "argmax is over one dim, like 'v'; found 'q k'"),
     ("axes.argmax(L(3, 0), 'q k', over='k')", "SizeError", "argmax: 'k' has no elements"),
     ("axes.argmax(L(3, 4), 'q k@tp', over='k', k=10)", "SizeError", "'k' is 10 in whole and so 5 on this rank; found 4"),
+    ("axes.nn.sample(L(3, 4), 'q k', over='k', temperature=-1)", "ShardingError", "temperature is a number from 0; found -1"),
+    ("axes.nn.sample(L(3, 4), 'q k', over='j', seed=1)", "ExpressionError", "argmax is over dims of the spec by name; found 'j'"),
     ("axes.topk(L(3, 4), 'q k', 0, over='k')", "ShardingError", "topk's k is a whole number from 1; found 0"),
     ("axes.topk(L(3, 4), 'q k', 5, over='k')", "SizeError", "topk: 'k' has 4 elements, and k is 5"),
     ("axes.topk(D('q k@tp', 3, 4), 'q k@tp', 5, over='k')", "SizeError", "topk: 'k' has 4 elements, and k is 5"),

@@ -71,6 +71,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     (f"{LINEAR}; axes.annotate(m.weight, 'a')", "ShardingError", "the tensor has 2 dims, [6, 4]; the annotation 'a' has 1"),
     ("axes.shard_module(torch.nn.Linear(4, 6), {'weight': 'heads embed', 'bias': 'heads'}, rules=axes.Rules([('heads', ('dp', 'tp')), ('heads', 'dp'), ('embed', None)], strict=True))", "SizeError", "weight [6, 4], 'heads embed': the rule heads=(dp tp) is strict: 6 doesn't divide into 4 parts\n  heads embed\n  ^^^^^\nwrite a size that divides, other axes, or heads=None; rules that aren't strict leave it whole"),
     ("axes.Rules([('heads', 'tp')], strict='yes')", "ShardingError", "strict is True or False; found 'yes'"),
+    # files
+    ("axes.nn.save_safetensors(3, 'weights')", "ShardingError", "axes.nn.save_safetensors takes a module; found int"),
+    ("axes.nn.save_safetensors(torch.nn.Linear(4, 6), 5)", "ShardingError", "path is a file or a folder with safetensors files; found int"),
+    ("axes.nn.save_safetensors(torch.nn.Linear(4, 6), 'weights', file_bytes=0)", "ShardingError", "file_bytes is a whole number from 1; found 0"),
     # verify
     ("axes.verify(3, mesh='tp=2')", "AxesError", "takes a module, or a function that builds, shards and runs one; found as program 3"),
     ("axes.verify(torch.nn.Linear, mesh='tp=2')", "AxesError", "takes a module, not its class: write axes.verify(Linear(...), ...)"),
@@ -88,6 +92,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 
 AFTERWARDS = (
+    ("axes.nn.save_safetensors(torch.nn.Linear(4, 6), 'weights', lambda name: 'w')", "ShardingError", "two parameters are called 'w' in the files"),
+    ("axes.nn.save_safetensors(torch.nn.Linear(4, 6, device='meta'), 'weights')", "ShardingError", "weight of torch.float32 on 'meta' can't be in a safetensors file"),
     ("m = type('M', (torch.nn.Module,), {'reset_parameters': lambda self: self.gain.exponential_()})(); m.gain = torch.nn.Parameter(torch.empty(4, device='meta')); axes.shard_module(m, {'*': '...'})", "ShardingError", "exponential_ of gain: random values"),
     ("from torch.distributed.checkpoint.metadata import MetadataIndex; D('(three=3 h@tp) e', 24, 6).__get_tensor_shard__(MetadataIndex('w', torch.Size((5, 0))))", "ShardingError", "this rank has parts at [["),
 )  # fmt: skip

@@ -325,7 +325,11 @@ def out_of_models(folder):
         "fused": (SPECS, mesh["tp"], {}),
         "columns": ({"embedding.weight": "v d@(tp dp)", "qkv.weight": "f@dp d@tp", "*": "..."}, mesh, {}),
         "uneven": ({"embedding.weight": "v@(dp tp) d", "qkv.weight": "f d@(dp tp)", "*": "..."}, mesh, {}),
-        "fully sharded": (SPECS, mesh["tp"], {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": lambda _: Shard(1)}),
+        "fully sharded": (
+            SPECS,
+            mesh["tp"],
+            {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": lambda _: Shard(1)},
+        ),
         "plain": (None, None, {}),
     }
     for at, (kind, (specs, place, fsdp)) in enumerate(kinds.items()):

@@ -149,3 +149,15 @@ def test_a_compiled_function_breaks_its_graph_there_and_drops_the_same():
     torch.compiler.reset()
     with pytest.raises(Exception, match="draws its seed outside of the graph"):
         torch.compile(step, backend="eager", fullgraph=True)(torch.ones(64))
+
+
+def test_samples_come_as_often_as_their_probabilities_say():
+    probabilities = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
+    found = axes.nn.sample(probabilities.log().expand(20_000, 3), "b v", over="v", seed=5)
+    often = torch.bincount(found, minlength=3) / 20_000
+    assert bool(((often - probabilities).abs() < 5 * (probabilities * (1 - probabilities) / 20_000).sqrt()).all())
+    cold = axes.nn.sample(probabilities.log().expand(20_000, 3), "b v", over="v", temperature=0.1, seed=5)
+    assert (cold == 2).double().mean() > 0.99
+    assert axes.nn.sample(probabilities, "v", over="v", temperature=0).item() == 2
+    torch.manual_seed(0)
+    assert axes.nn.sample(torch.zeros(64, 3), "b v", over="v").unique().numel() == 3

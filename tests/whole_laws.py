@@ -967,6 +967,15 @@ def _argmax(d, grid, g, m, shape, spec, dims, over, said, local):
     p.do(f"check(y, Y, {g}, {' '.join(dim for i, dim in enumerate(dims) if i != over)!r})")
 
 
+def _sample(d, grid, g, m, shape, spec, dims, over, said, local):
+    p, how = d.program, f"temperature={d.random.choice((0.1, 1.0, 3))}, seed={d.seed()}"
+    make_whole(d, "X", shape, torch.float64, g)
+    put(d, "x", grid, g, spec, local, False)
+    p.do(f"y = axes.nn.sample(x, {spec!r}, over='d{over}', mesh={m}, {how}{said if d.chance(0.5) else ''})")
+    p.do(f"Y = axes.nn.sample(X, {' '.join(f'd{i}' for i in range(len(shape)))!r}, over='d{over}', {how})")
+    p.do(f"check(y, Y, {g}, {' '.join(dim for i, dim in enumerate(dims) if i != over)!r})")
+
+
 def _topk(d, grid, g, m, shape, spec, dims, over, said, local):
     p, k = d.program, d.random.randint(1, shape[over])
     make_whole(d, "X", shape, torch.float64, g)
@@ -1067,6 +1076,7 @@ FUNCTION: dict[str, Callable[..., None]] = {
     "softmax": _softmax,
     "norm": _norm,
     "argmax": _argmax,
+    "sample": _sample,
     "topk": _topk,
     "cross_entropy": _loss,
     "embedding": _embedding,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from axes.nn.clip_grad_norm import total_norm as total_norm
     from axes.nn.dropping import Dropout as Dropout
     from axes.nn.dropping import dropout as dropout
+    from axes.nn.dropping import sample as sample
     from axes.nn.functions import argmax as argmax
     from axes.nn.functions import cross_entropy as cross_entropy
     from axes.nn.functions import embedding as embedding
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "axes.nn.clip_grad_norm": ("clip_grad_norm_", "total_norm"),
-    "axes.nn.dropping": ("Dropout", "dropout"),
+    "axes.nn.dropping": ("Dropout", "dropout", "sample"),
     "axes.nn.functions": (
         "argmax",
         "cross_entropy",

@@ -1,7 +1,8 @@
-"""Dropout that is the same on every mesh: what is dropped follows from a seed and an element's place in the whole.
+"""Dropout and sampling that are the same on every mesh: they follow from a seed and an element's place in the whole.
 
     x = axes.nn.dropout(x, 0.1, "b@dp s@tp d")        # in a region: the spec says where this shard lies
     x = axes.nn.dropout(x, 0.1)                       # a DTensor knows it
+    tokens = axes.nn.sample(logits, "b v@tp", over="v", temperature=0.8)
 
 torch's dropout draws as many numbers as a shard has elements: ranks that hold copies of one tensor would have to draw
 alike, ranks that hold other parts of it otherwise, and neither would draw what one device draws. Here a call draws one
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import numbers
 from collections.abc import Mapping
 
@@ -24,7 +26,8 @@ from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, use_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, given_sizes
-from axes.extension import agree, draw, dtensor, linear, local, shown, whole
+from axes.extension import agree, draw, dtensor, linear, local, read, shown, whole
+from axes.nn.functions import argmax, check_floats
 from axes.ops.request import T
 from axes.runtime.leaves import used
 from axes.runtime.sharded import sharding_of, to_local
@@ -82,21 +85,60 @@ def dropout(
     check_dense(x, "axes.nn.dropout")
     if mesh is not None:
         checked_mesh(mesh)
-    is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
-    if seed is not None and not (is_whole and -(2**63) <= seed < 2**64):
-        raise ShardingError(f"axes.nn.dropout: seed is a whole number of at most 64 bits; found {shown(seed)}")
+    _check_seed("axes.nn.dropout", seed)
     if spec is not None or isinstance(x, DTensor):
         check_transforms("axes.nn.dropout", (x,))
-    sharding, shape = _placed(x, spec, mesh, {**keywords, **(sizes or {})})
+    sharding, shape = _placed("axes.nn.dropout", x, spec, mesh, {**keywords, **(sizes or {})})
     pending = () if sharding is None else sharding.pending
     if any(op not in ("sum", "mean") for op, _ in pending):
         raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")
     if not checked_flag("axes.nn.dropout: training", training) or p == 0:
         return x
-    bits = _seed(sharding, seed)
+    bits = _seed("dropout", sharding, seed)
     if isinstance(x, DTensor):
         return _dropped(used(x), bits, float(p))
     return _without(x, sharding, shape, bits, p)
+
+
+@torch.compiler.disable(reason="axes.nn.sample draws its seed outside of the graph")
+@torch.no_grad()
+def sample(
+    logits: T,
+    spec: str,
+    /,
+    over: str,
+    temperature: float = 1.0,
+    mesh: Mesh | None = None,
+    seed: int | None = None,
+    **sizes: int,
+) -> T:
+    """An index along one dim, drawn with the probabilities of the softmax of `logits / temperature`, in int64.
+
+    The result lacks the dim, and is the same on every mesh and on one device for one seed. The vocabulary isn't
+    gathered: each rank adds noise of its own elements (Gumbel's), and the largest sum wins, by the two all-reduces of
+    `axes.argmax`. A temperature of 0 takes the largest element. `seed` is as in `dropout`, `sizes` as in `axes.argmax`.
+
+    Raises `ShardingError` for a temperature below 0, and otherwise as these two.
+
+    >>> sample(torch.tensor([[0.0, 100.0, 0.0]]), "b v", over="v", seed=7).tolist()
+    [1]
+    """
+    if not isinstance(temperature, numbers.Real) or not 0 <= temperature < math.inf:
+        raise ShardingError(f"axes.nn.sample: temperature is a number from 0; found {shown(temperature)}")
+    _check_seed("axes.nn.sample", seed)
+    check_floats("axes.nn.sample", logits)
+    if temperature == 0:
+        return argmax(logits, spec, over, mesh, **sizes)
+    if isinstance(logits, DTensor):
+        sharding, shape = sharding_of(logits), tuple(logits.shape)
+    else:
+        sharding, shape = whole("axes.nn.sample", logits, spec, mesh, sizes)
+        names = [str(dim.factors[0].name) for dim in read(spec).operands[0].dims]
+        sizes = {name: size for name, size in zip(names, shape, strict=True) if name == over}
+    shard = local(logits)
+    noise = draw(torch.empty_like(shard, dtype=torch.float64), sharding, shape, _seed("sample", sharding, seed))
+    noisy = shard.double() / temperature - (-noise.log()).log()
+    return argmax(dtensor(noisy, logits) if isinstance(logits, DTensor) else noisy, spec, over, mesh, **sizes)
 
 
 class Dropout(torch.nn.Module):
@@ -122,6 +164,12 @@ class Dropout(torch.nn.Module):
         return ", ".join([f"p={self.p}", *spec, *(f"{name}={size}" for name, size in self.sizes.items())])
 
 
+def _check_seed(what: str, seed: object) -> None:
+    is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+    if seed is not None and not (is_whole and -(2**63) <= int(seed) < 2**64):  # type: ignore[call-overload]
+        raise ShardingError(f"{what}: seed is a whole number of at most 64 bits; found {shown(seed)}")
+
+
 def _check_probability(p: object) -> None:
     if isinstance(p, bool) or not isinstance(p, numbers.Real) or not p <= 1 or p < 0:
         raise ShardingError(f"axes.nn.dropout: p is a probability, from 0 to 1; found {shown(p)}")
@@ -131,7 +179,7 @@ def _check_probability(p: object) -> None:
 
 
 def _placed(
-    x: torch.Tensor, spec: str | None, mesh: Mesh | None, sizes: Mapping[str, int]
+    what: str, x: torch.Tensor, spec: str | None, mesh: Mesh | None, sizes: Mapping[str, int]
 ) -> tuple[Sharding | None, tuple[int, ...]]:
     """How a tensor is sharded, and its whole shape; None where every element is here."""
     around = ambient_mesh() if mesh is None else mesh
@@ -140,14 +188,14 @@ def _placed(
             to_local(x, spec)  # refuses a spec that isn't that of the tensor
         return sharding_of(x), tuple(x.shape)
     if spec is not None:
-        sharding, shape = whole("axes.nn.dropout", x, spec, mesh, sizes)
+        sharding, shape = whole(what, x, spec, mesh, sizes)
         if sharding.mesh.coordinate is None:
             held = f"rank {sharding.mesh.rank} isn't one of the ranks of {sharding.mesh!r}"
             raise MeshError(f"{held}, so it holds no shard\nin  {spec}")
         return sharding, shape
     if around is not None and around.size > 1:
         raise ShardingError(
-            f"axes.nn.dropout of a plain tensor on {around!r} needs to know which part of the whole it is; write "
+            f"{what} of a plain tensor on {around!r} needs to know which part of the whole it is; write "
             "a spec, as in axes.nn.dropout(x, 0.1, 'b@dp s d')"
         )
     return None, tuple(x.shape)
@@ -156,13 +204,13 @@ def _placed(
 # --- what is dropped
 
 
-def _seed(sharding: Sharding | None, seed: int | None) -> int:
+def _seed(what: str, sharding: Sharding | None, seed: int | None) -> int:
     """The seed of a call, mixed so that neighbouring seeds have nothing in common."""
     if seed is None:
         if sharding is not None and sharding.mesh.size > 1:
             _compare_generators(sharding.mesh)
         seed = int(torch.randint(2**62, (1,), dtype=torch.int64, device="cpu"))
-    return int.from_bytes(hashlib.sha256(f"dropout {int(seed)}".encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(f"{what} {int(seed)}".encode()).digest()[:7], "big")
 
 
 def _compare_generators(mesh: Mesh) -> None:
@@ -172,7 +220,7 @@ def _compare_generators(mesh: Mesh) -> None:
     advice = "seed all ranks alike before it, torch.manual_seed(0); or pass seed=, one number on all ranks"
     ranks = mesh.ranks_of(mesh.layout_of_all) or ()
     device_type = mesh.device_mesh.device_type
-    agree("the first axes.nn.dropout", ranks, said, advice=advice, device_type=device_type, once=True)
+    agree("the first axes.nn.dropout or sample", ranks, said, advice=advice, device_type=device_type, once=True)
 
 
 def _without(x: torch.Tensor, sharding: Sharding | None, shape: tuple[int, ...], seed: int, p: float) -> torch.Tensor:
