@@ -28,13 +28,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import AxesError, MeshError, ShardingError
-from axes.algebra.layout import Layout, Universe
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, tuple_of
@@ -42,14 +42,15 @@ from axes.extension import local, shown
 from axes.ops.collectives import pmax, psum
 from axes.ops.reshard import reshard
 from axes.runtime import flags, torch_private
-from axes.runtime.axis_groups import AxisName
 from axes.runtime.places import within
 from axes.runtime.sharded import sharding_of
 from axes.runtime.transforms import check_dense
 
 Tensors: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
-Axis: TypeAlias = tuple[Universe, Layout]
-"""An axis of some mesh: its layout among the mesh's ranks."""
+Axis: TypeAlias = tuple[Any, Layout]
+"""An axis of some mesh: all ranks of the job that the mesh is of, and the axis's layout among them."""
+
+AxisName: TypeAlias = str | tuple[str, ...]
 
 _EPSILON = 1e-6
 """Added to the norm before the division, as torch's `clip_grad_norm_` does."""

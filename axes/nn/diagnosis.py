@@ -22,7 +22,9 @@ from typing import NamedTuple
 import torch
 
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Indices, Sharding
+from axes.algebra.sharding import Sharding
+
+Indices = slice | tuple[slice, ...]
 
 TRUTH = torch.int8
 """The dtype that truth values have here, in which their differences can be computed. Integers are int64."""

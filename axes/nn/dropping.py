@@ -27,8 +27,7 @@ from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, use_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, given_sizes
 from axes.extension import agree, draw, dtensor, linear, local, read, shown, whole
-from axes.nn.functions import argmax, check_floats
-from axes.ops.request import T
+from axes.nn.functions import T, argmax, check_floats
 from axes.runtime.leaves import used
 from axes.runtime.sharded import sharding_of, to_local
 from axes.runtime.transforms import check_dense, check_transforms

@@ -29,14 +29,14 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import nested_chunk
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, wrong_dims
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError
 from axes.algebra.grammar import Dim, Pending, Place, Spec, checked_text, parse_spec
 from axes.algebra.mesh import Mesh, use_mesh
 from axes.algebra.sizes import given_sizes, whole_number
@@ -45,12 +45,12 @@ from axes.ops.autocast import of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, pmin, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.module_regions import RegionCall
-from axes.ops.request import T
 from axes.ops.shard_map import run_region
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
 from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_transforms
 
+T = TypeVar("T", bound=torch.Tensor)
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
 Over = str | Sequence[str]
@@ -535,8 +535,8 @@ def _check_shapes(what: str, expression: str, tensors: Sequence[torch.Tensor]) -
         dots = names.index("...") if "..." in names else len(names)
         behind = len(names) - dots - 1
         if x.ndim != len(names) and (behind < 0 or x.ndim < len(names) - 1):
-            spec = read(expression).operands[at]
-            raise wrong_dims(spec, len(names) - (behind >= 0), x.ndim, tuple(x.shape))
+            spec, dims = read(expression).operands[at], len(names) - (behind >= 0)
+            raise ShardingError(f"{what}: the spec '{spec}' has {dims} dims, the tensor {x.ndim}: {list(x.shape)}")
         pairs = [*zip(names[:dots], x.shape, strict=False)]
         pairs += [*zip(names[dots + 1 :], x.shape[x.ndim - behind :], strict=True)] if behind > 0 else []
         for name, size in pairs if len(tensors) > 1 and not torch.compiler.is_compiling() else ():

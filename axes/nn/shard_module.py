@@ -22,13 +22,13 @@ from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, checked_texts, given_sizes, written_sizes
-from axes.extension import shown, suggestion
+from axes.extension import dtensor, shown, suggestion
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
 from axes.ops.module_regions import note_sharded
 from axes.runtime.factories import agreed_seeds
 from axes.runtime.leaves import resolving
-from axes.runtime.sharded import dtensor_of, sharding_in_torch, take_shard
+from axes.runtime.sharded import sharding_in_torch, take_shard
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -302,7 +302,7 @@ def _made(entry: _Placed) -> torch.Tensor:
         local = torch.empty(local_shape, dtype=tensor.dtype, device=device_type)
     else:
         local = take_shard(tensor.detach(), sharding).to(device_type)
-    made = dtensor_of(local, sharding, shape)
+    made = dtensor(local, sharding, shape)
     if not isinstance(tensor, torch.nn.Parameter):
         return made
     parameter = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
