@@ -197,6 +197,18 @@ class TensorExpression:
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...] | None
 
+    @property
+    def spec(self) -> Spec:
+        """The one spec, whose dims have different names; `ExpressionError` where there is more."""
+        text = self.text
+        if self.results is not None:
+            at = text.index("->")
+            raise ExpressionError("expected one spec, found an expression with '->'", text, at, at + 2)
+        if len(self.operands) != 1:
+            raise ExpressionError(f"expected one spec, found {len(self.operands)}", text, 0, len(text))
+        check_different(text, self.operands[0])
+        return self.operands[0]
+
 
 class _Token(NamedTuple):
     kind: str
@@ -557,15 +569,7 @@ def parse_spec(text: str) -> Spec:
       b s, d
       ^^^^^^
     """
-    expression = parse_tensor(text)
-    if expression.results is not None:
-        raise ExpressionError(
-            "expected one spec, found an expression with '->'", text, text.index("->"), text.index("->") + 2
-        )
-    if len(expression.operands) != 1:
-        raise ExpressionError(f"expected one spec, found {len(expression.operands)}", text, 0, len(text))
-    check_different(text, expression.operands[0])
-    return expression.operands[0]
+    return parse_tensor(text).spec
 
 
 def check_different(text: str, spec: Spec) -> None:

@@ -16,9 +16,8 @@ from typing import TypeVar
 import torch
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.grammar import parse_spec
 from axes.algebra.sizes import checked_texts
-from axes.extension import shown, suggestion
+from axes.extension import read, shown, suggestion
 from axes.runtime.transforms import check_dense
 
 T = TypeVar("T", torch.Tensor, torch.nn.Module)
@@ -87,7 +86,7 @@ def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _check(spec: str, tensor: torch.Tensor, what: str) -> None:
-    tree = parse_spec(spec)
+    tree = read(spec).spec
     dots = any(factor.name == "..." for dim in tree.dims for factor in dim.factors)
     if tree.pending:
         raise ShardingError(f"{what} is annotated with '{spec}': a parameter has nothing pending")

@@ -22,7 +22,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, use_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, given_sizes
@@ -149,7 +148,7 @@ class Dropout(torch.nn.Module):
     def __init__(self, p: float = 0.5, spec: str | None = None, **sizes: int):
         super().__init__()
         _check_probability(p)
-        dims = () if spec is None else parse_spec(spec).dims
+        dims = () if spec is None else read(spec).spec.dims
         given_sizes(sizes, None, (), [str(factor.name) for dim in dims for factor in dim.factors if factor.name])
         self.p, self.spec, self.sizes = p, spec, sizes
 

@@ -28,8 +28,8 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError
-from axes.algebra.grammar import Dim, Pending, Place, Spec, checked_text, parse_spec
 from axes.algebra.mesh import Mesh, use_mesh
 from axes.algebra.sizes import given_sizes, whole_number
 from axes.extension import linear, read, shown, suggestion
@@ -53,6 +52,9 @@ from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, ch
 T = TypeVar("T", bound=torch.Tensor)
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
+Specs = tuple[Any, Any, Any]
+"""What `axes.extension.read` gives of two operands and a result."""
+
 Over = str | Sequence[str]
 """Names of dims, in one text or one by one."""
 
@@ -316,7 +318,7 @@ class _Form:
 
 def dims_to_work_over(over: Over) -> Axes:
     """The names in an `over`; `ShardingError` for what has none."""
-    names = checked_text(over).split() if isinstance(over, str) else over
+    names = over.split() if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ShardingError(f"over names dims, like 'd' or 'h d'; found {shown(over)}")
     return tuple(names)
@@ -332,7 +334,7 @@ def checked_eps(eps: float | None) -> None:
 
 @read_once
 def _form(what: str, spec: str, over: Axes) -> _Form:
-    tree = parse_spec(spec)
+    tree = read(spec).spec
     if tree.pending:
         raise ShardingError(f"{what} isn't linear, so it can't take what is pending; resolve it before: '{spec}'")
     known = [_name(dim) for dim in tree.dims]
@@ -343,32 +345,31 @@ def _form(what: str, spec: str, over: Axes) -> _Form:
                 f"{what} is over dims of the spec by name; found {shown(name)}{hint}", spec, 0, len(spec)
             )
     dots = known.index("...") if "..." in known else len(known)
-    dims = [_explicit(dim) if name in over else dim for dim, name in zip(tree.dims, known, strict=True)]
+    dims = [_explicit(dim) if name in over else str(dim) for dim, name in zip(tree.dims, known, strict=True)]
     worked = [
-        Worked(name, at if at < dots else at - len(known), _axes(what, spec, dims[at]))
+        Worked(name, at if at < dots else at - len(known), _axes(what, spec, tree.dims[at]))
         for at, name in enumerate(known)
         if name is not None and name in over
     ]
     rest = [dim for dim, name in zip(dims, known, strict=True) if name not in over]
     own = [dim for dim, name in zip(dims, known, strict=True) if name in over]
-    whole, rest_, own_ = (str(Spec(tuple(each))) for each in (dims, rest, own))
-    names = tuple([str(name) if name in over else str(dim) for dim, name in zip(dims, known, strict=True)])
+    whole, others, parameter = map(" ".join, (dims, rest, own))
+    names = tuple([str(name) if name in over else dim for dim, name in zip(dims, known, strict=True)])
     axes = tuple(axis for each in worked for axis in each.axes)
-    return _Form(whole, rest_, own_, names, tuple(worked), tuple(each.dim for each in worked), axes)
+    return _Form(whole, others, parameter, names, tuple(worked), tuple(each.dim for each in worked), axes)
 
 
-def _name(dim: Dim) -> str | None:
+def _name(dim: Any) -> str | None:
     """The name of a dim that is one; None for groups, numbers and `_`."""
     return None if dim.grouped or dim.factors[0].name == "_" else dim.factors[0].name
 
 
-def _explicit(dim: Dim) -> Dim:
-    """The dim with a place, that of an unsplit one where it has none."""
-    factor = dim.factors[0]
-    return dim if factor.place is not None else replace(dim, factors=(replace(factor, place=Place(())),))
+def _explicit(dim: Any) -> str:
+    """A dim of one name, with a place: that of an unsplit one where it has none."""
+    return str(dim) if dim.factors[0].place is not None else f"{dim}@()"
 
 
-def _axes(what: str, text: str, dim: Dim) -> Axes:
+def _axes(what: str, text: str, dim: Any) -> Axes:
     place = dim.factors[0].place
     if place is not None and "*" in place.names:
         raise ExpressionError(f"{what} needs to know how {dim} is split; '*' doesn't say it", text, *dim.span)
@@ -410,7 +411,7 @@ def _loss_form(expression: str) -> _Loss:
             _wrong(expression, f"'{name}' is split the same in all; cross_entropy doesn't move data")
     gone = [name for name in theirs if name not in kept]
     fixed = [
-        Spec(tuple(dim if _name(dim) not in (*gone, *missing) else _explicit(dim) for dim in spec.dims))
+        " ".join([_explicit(dim) if _name(dim) in (*gone, *missing) else str(dim) for dim in spec.dims])
         for spec in (logits, labels)
     ]
     sums = tuple(axis for name in gone for axis in _axes("cross_entropy", expression, theirs[name]))
@@ -418,7 +419,7 @@ def _loss_form(expression: str) -> _Loss:
     if not set(pending) <= set(sums) or any(p.op not in ("sum", "same") for p in result.pending or ()):
         _wrong(expression, "what a loss can leave pending is the sum over axes that split what it reduces")
     reduced = tuple(list(theirs).index(name) for name in gone)
-    over = _form("cross_entropy", str(fixed[0]), tuple(missing))
+    over = _form("cross_entropy", fixed[0], tuple(missing))
     summed = tuple(axis for axis in sums if axis not in pending)
     return _Loss(f"{fixed[0]}, {fixed[1]}", str(result), over, reduced, summed, pending, same)
 
@@ -447,12 +448,13 @@ def _table_form(expression: str) -> _Table:
         _wrong(expression, "the result has the names of the ids and of the table without its rows: 'b s, v d -> b s d'")
     form = _form("embedding", str(table), tuple(missing))
     (rows,) = form.worked
-    pending = (Pending("sum", Place(rows.axes)),) if rows.axes else None
-    middle = Spec((*ids.dims, *(dim for dim in table.dims if _name(dim) != rows.name)), pending)
-    return _Table(f"{ids}, {form.spec}", str(middle), str(result), rows)
+    dims = map(str, (*ids.dims, *(dim for dim in table.dims if _name(dim) != rows.name)))
+    place = rows.axes[0] if len(rows.axes) == 1 else f"({' '.join(rows.axes)})"
+    middle = " ".join([*dims, *([f"| sum@{place}"] if rows.axes else [])])
+    return _Table(f"{ids}, {form.spec}", middle, str(result), rows)
 
 
-def three_specs(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Spec]:
+def three_specs(what: str, expression: str, shape: str) -> Specs:
     """The three specs of `one, two -> result`; `ExpressionError`, which says the shape, for anything else."""
     tree = read(expression)
     if len(tree.operands) != 2 or tree.results is None or len(tree.results) != 1:
@@ -460,7 +462,7 @@ def three_specs(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Spe
     return *tree.operands, tree.results[0]
 
 
-def _three_named(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Spec]:
+def _three_named(what: str, expression: str, shape: str) -> Specs:
     """The same with a name for each dim, and nothing pending on the left."""
     specs = three_specs(what, expression, shape)
     for dim in (dim for spec in specs for dim in spec.dims):
@@ -471,7 +473,7 @@ def _three_named(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Sp
     return specs
 
 
-def _pending_axes(spec: Spec, op: str) -> Axes:
+def _pending_axes(spec: Any, op: str) -> Axes:
     return tuple(axis for p in spec.pending or () if p.op == op and p.place is not None for axis in p.place.names)
 
 

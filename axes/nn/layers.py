@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError
-from axes.algebra.grammar import Spec, parse_spec
 from axes.algebra.sizes import checked_flag, checked_size, given_sizes
-from axes.extension import shown
+from axes.extension import read, shown
 from axes.nn.annotations import annotate
 from axes.nn.functions import (
     Over,
@@ -50,7 +49,7 @@ class Named(torch.nn.Module):
         super().__init__()
         self.text, self.sizes = text, given_sizes(sizes, None)
 
-    def parameter(self, spec: Spec, device: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
+    def parameter(self, spec: Any, device: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
         """A parameter of these dims, without values."""
         factors = [
             [f.size or 1 if f.name is None else self.size(f.name, spec) for f in dim.factors] for dim in spec.dims
@@ -62,7 +61,7 @@ class Named(torch.nn.Module):
             what = f"a parameter {shape} with device={shown(device)} and dtype={shown(dtype)}"
             raise ShardingError(f"{what}: {str(error).partition(chr(10))[0][:200]}") from None
 
-    def size(self, name: str, spec: Spec) -> int:
+    def size(self, name: str, spec: Any) -> int:
         """The size of a name, by keyword or inline."""
         inline = [factor.size for dim in spec.dims for factor in dim.factors if factor.name == name and factor.size]
         found = checked_size(name, self.sizes[name]) if name in self.sizes else next(iter(inline), None)
@@ -70,7 +69,7 @@ class Named(torch.nn.Module):
             raise SizeError(f"{shown(name)} needs a size, like {name}=8\nin  {self.text}")
         return found
 
-    def named(self, **specs: Spec) -> None:
+    def named(self, **specs: Any) -> None:
         """Annotate parameters with their logical names, and give them values unless they are deferred."""
         annotate(self, {name: _without_places(spec, self.sizes) for name, spec in specs.items()})
         if not any(parameter.is_meta for parameter in self.parameters()):
@@ -249,28 +248,29 @@ class LayerNorm(Named):
 # expressions
 
 
-def _names(spec: Spec) -> set[str]:
+def _names(spec: Any) -> set[str]:
     return {factor.name for dim in spec.dims for factor in dim.factors if factor.name not in (None, "_", "...")}  # type: ignore[misc]
 
 
-def _dims_over(text: str, over: Over) -> Spec:
+def _dims_over(text: str, over: Over) -> Any:
     """The dims of a spec that a norm is over."""
-    names, spec = dims_to_work_over(over), parse_spec(text)
+    names, spec = dims_to_work_over(over), read(text).spec
     for name in names:
         if name not in _names(spec):
             known = ", ".join(sorted(_names(spec)))
             found = f"found {shown(name)}; known: {known}"
             raise ExpressionError(f"a norm is over dims of the spec by name; {found}", text)
-    return Spec(tuple(dim for dim in spec.dims if _names(Spec((dim,))) & set(names)))
+    own = [dim for dim in spec.dims if any(factor.name in names for factor in dim.factors)]
+    return read(" ".join(map(str, own))).spec
 
 
-def _split_sizes(spec: Spec, sizes: Mapping[str, int]) -> dict[str, int]:
+def _split_sizes(spec: Any, sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes of the names that carry an `@`, which are whole."""
     split = [str(factor.name) for dim in spec.dims for factor in dim.factors if factor.place or dim.place]
     return {name: sizes[name] for name in split if name in sizes}
 
 
-def _without_places(spec: Spec, sizes: Mapping[str, int]) -> str:
+def _without_places(spec: Any, sizes: Mapping[str, int]) -> str:
     """The logical names of a spec; those in groups with their `sizes`, which nobody has to give again."""
     dims = []
     for dim in spec.dims:

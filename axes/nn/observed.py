@@ -28,7 +28,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from axes.algebra.errors import AxesError
-from axes.algebra.grammar import Spec
 from axes.algebra.logical import Rules, use_rules
 from axes.algebra.mesh import Mesh
 from axes.extension import local
@@ -204,7 +203,7 @@ def _module_on(job: Job, mesh: Mesh) -> tuple[torch.nn.Module, dict[str, torch.T
         shard_module(module, job.specs, mesh, job.rules, sizes=job.sizes)
         for name, (expression, named) in job.regions.items():
             shard_map(module.get_submodule(name), expression, **named.keywords())
-    told: Iterator[Spec] = iter(())
+    told: Iterator[Any] = iter(())
     if "" in job.regions:
         expression, named = job.regions[""]
         told = iter(read_region(named.of_call(expression, job.inputs, {})).inputs)

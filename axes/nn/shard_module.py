@@ -16,13 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import AxesError, ShardingError
-from axes.algebra.grammar import parse_spec
 from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, checked_texts, given_sizes, written_sizes
-from axes.extension import dtensor, shown, suggestion
+from axes.extension import dtensor, read, shown, suggestion
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
 from axes.ops.module_regions import note_sharded
@@ -263,7 +262,7 @@ def _names_of_nothing(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _names(spec: str) -> set[str]:
-    return {factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name is not None}
+    return {factor.name for dim in read(spec).spec.dims for factor in dim.factors if factor.name is not None}
 
 
 def _sharding(
