@@ -30,9 +30,9 @@ from axes.algebra.mesh import Mesh, ambient_mesh
 from axes.algebra.sizes import checked_texts, written_sizes
 from axes.extension import shown
 from axes.nn.annotations import annotated
-from axes.nn.diagnosis import Mismatch, axes_of_factor, subsets, words
-from axes.nn.judgement import judged
-from axes.nn.observed import Job, Observed, named_tensors, observe
+from axes.nn.verify_compare import judged
+from axes.nn.verify_diagnosis import Mismatch, axes_of_factor, subsets, words
+from axes.nn.verify_run import Job, Observed, named_tensors, observe
 from axes.ops.arguments import NamedSpecs
 from axes.ops.module_regions import without_regions
 from axes.runtime import torch_private

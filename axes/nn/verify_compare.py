@@ -16,8 +16,8 @@ import torch
 
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
-from axes.nn.diagnosis import Mismatch, Parts, Piece, Tolerance, diagnosed, is_rounded, largest_of, words
-from axes.nn.observed import Observed
+from axes.nn.verify_diagnosis import Mismatch, Parts, Piece, Tolerance, diagnosed, is_rounded, largest_of, words
+from axes.nn.verify_run import Observed
 
 _PRECISION = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """How far numbers of a dtype may be apart, relative to the largest of their tensor."""

@@ -31,8 +31,8 @@ from axes.algebra.errors import AxesError
 from axes.algebra.logical import Rules, use_rules
 from axes.algebra.mesh import Mesh
 from axes.extension import local
-from axes.nn.diagnosis import TRUTH, Piece, is_rounded
 from axes.nn.shard_module import shard_module
+from axes.nn.verify_diagnosis import TRUTH, Piece, is_rounded
 from axes.ops.arguments import NamedSpecs
 from axes.ops.module_regions import without_same
 from axes.ops.regions import read_region
