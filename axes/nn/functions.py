@@ -43,8 +43,7 @@ from axes.extension import linear, read, shown, suggestion
 from axes.ops.autocast import of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, pmin, psum
 from axes.ops.einops_ops import rearrange
-from axes.ops.module_regions import RegionCall
-from axes.ops.shard_map import run_region
+from axes.ops.shard_map import shard_map
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
 from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_transforms
@@ -493,7 +492,7 @@ def _applied(
     local = functools.partial(_cast, what, local)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
-        return run_region(local, RegionCall(expression, mesh), tuple(tensors), {})
+        return shard_map(local, expression, mesh)(*tensors)
     if any(distributed):
         for x in tensors:
             check_not_wrapped(f"axes.{what}", x)
@@ -722,10 +721,10 @@ def _cross_entropy(
     total, chosen, *more = _sum(torch.stack(rows), vocabulary.axes, form.same)
     total = total.log()
     ignored = labels == ignore_index
-    counted = (~ignored).to(x.dtype) if weights is None else more.pop(0).masked_fill(ignored, 0.0)
+    counted = (~ignored).to(x.dtype) if weights is None else more[0].masked_fill(ignored, 0.0)
     loss = total - chosen if weights is None else (total - chosen) * counted
     if smoothing:
-        every = (size if weights is None else more[1]) * total - more[0]
+        every = size * total - more[0] if weights is None else more[2] * total - more[1]
         loss = (1 - smoothing) * loss + smoothing / size * every
     if z_loss:
         loss = loss + z_loss * (total + largest.squeeze(-1)).square()
