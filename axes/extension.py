@@ -1,6 +1,6 @@
 """The names that packages around axes are built from, beside the public ones of `axes`.
 
-`axes.nn` is such a package: it could be somebody else's. What it needs of the inside is here.
+`axes.nn` is on its way to be such a package, that could be somebody else's; `tests/test_extension.py` has one.
 
 | name | for |
 | --- | --- |
@@ -8,7 +8,7 @@
 | `whole` | which part of which whole tensor a shard is |
 | `local`, `dtensor` | this rank's shard of a DTensor, and back |
 | `boxes` | the blocks of the whole tensor that a shard consists of |
-| `linear` | a map of tensors with a gradient of its own |
+| `linear` | a map of tensors with a gradient of its own, which arrives in whatever sharding |
 | `written` | autograd is told that tensors were written |
 | `draw` | random values that don't depend on the mesh |
 | `agree` | ranks compare what they hold, before they rely on it |

@@ -330,6 +330,7 @@ def out_of_models(folder):
             mesh["tp"],
             {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": lambda _: Shard(1)},
         ),
+        "by fully_shard alone": (None, None, {"reshard_after_forward": True}),
         "plain": (None, None, {}),
     }
     for at, (kind, (specs, place, fsdp)) in enumerate(kinds.items()):
@@ -369,21 +370,30 @@ def failing(folder):
     """What each rank is told where they differ in the folder, and where one can't write."""
     rank, found = dist.get_rank(), []
     model = axes.shard_module(Tied(), SPECS, job()["tp"], k=2)
-    for path in (f"{folder}/{rank == 5}", f"{folder}/there"):
+    stage = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(stage.weight, rank // 4)
+    for path, what, names in (
+        (f"{folder}/{rank == 5}", model, named),
+        (f"{folder}/there", model, (lambda name: 3) if rank == 2 else named),
+        (f"{folder}/renamed", model, (lambda name: f"own.{name}") if rank % 2 else named),
+        (f"{folder}/stages", stage, None),
+    ):
         try:
-            axes.nn.save_safetensors(model, path, (lambda name: 3) if rank == 2 and "there" in path else named)
+            axes.nn.save_safetensors(what, path, names)
         except (ShardingError, DesyncError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
 
 
 def test_one_rank_that_fails_ends_a_save_for_all_and_leaves_no_file_that_looks_whole(pool, tmp_path):
-    for rank, (apart, own) in enumerate(pool.run(failing, str(tmp_path))):
+    for rank, (apart, own, renamed, stages) in enumerate(pool.run(failing, str(tmp_path))):
         assert apart.startswith("DesyncError: ranks disagree in save_safetensors over ranks 0..7:")
         assert "all ranks of the job call it with one folder" in apart
         said = "ShardingError: names of '"
         assert said in own if rank != 2 else own.startswith(said)
-    assert not list(tmp_path.rglob("*.safetensors"))
+        assert "lies on 2 ranks, and 1 of them have it under this name" in renamed
+        assert "'weight' is another tensor on other ranks. Stages of a pipeline name" in stages
+    assert not list(tmp_path.rglob("*.safetensors*"))
 
 
 def test_a_plain_module_in_one_process_is_filled_and_autograd_sees_it(folder):

@@ -162,6 +162,9 @@ def test_values_are_drawn_within_the_bounds_of_linear_and_a_row_of_padding_start
         axes.shard_module(layer, {"weight": "d v@tp"})
         assert layer.weight.to_local()[:, 1].tolist() == [0, 0]
         assert layer.weight.to_local()[:, 0].count_nonzero() == 2
+        columns = axes.nn.Embedding("b s, v d@tp -> b s d@tp", v=4, d=6)
+        axes.shard_module(columns, {"weight": "v d@tp"})
+        assert columns(axes.shard(torch.zeros(2, 3).long(), "b s")).shape == (2, 3, 6)
 
 
 def test_a_copy_of_a_layer_keeps_its_names(capsys):

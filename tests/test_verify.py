@@ -100,6 +100,7 @@ FAULTS = {
     "loss": ("dp=2 cp=2", by_hand(program, bug="loss"), "every gradient: all 15 are 2 times too large over cp: a mean over cp is missing"),
     "tie": ("dp=2 tp=2", by_hand(program, bug="tie"), "head.weight: its gradient is none of these: largest relative difference 6e-01; on one device it is tied to embedding.weight, and here it isn't"),
     "dropout": ("dp=2 tp=2", by_hand(program, bug="dropout", dropout=0.3), "blocks.0.dropout (Dropout): its output is different between the ranks of tp, where it should be the same: dropout draws differently"),
+    "dropout outside of any module": ("tp=2", by_hand(programs.dropped), "output: different between the ranks of tp, where it should be the same: dropout draws differently"),
     "padding that is counted": ("dp=2 cp=2", by_hand(program, bug="padding"), "every gradient: all 15 are 15/16 of the right one"),
     "FSDP2, not divided and evaluated after it": ("dp=2", by_hand(programs.fsdp, evaluated=True, divided=False), "every gradient: all 8 are 2 times too large over dp: a mean over dp is missing"),
     "a step by a rank's own gradients": ("dp=2", by_hand(programs.data_parallel, synchronized=False, stepped=True), "it began as that, so what stepped it isn't the same"),
@@ -133,7 +134,7 @@ def test_one_wrong_tensor_is_found_and_named_whatever_is_beside_it(fn, kind, lin
 
 # fmt: off
 REGIONS = {
-    "rows in the wrong order": ({"gates.weight": "(two f)@tp e"}, None, "the model (Region): its output is none of these: largest relative difference 3e-01; parameters lie: gates.weight as '_@tp _'"),
+    "rows in the wrong order": ({"gates.weight": "(two f)@tp e"}, None, "the model (Region): its output is none of these: largest relative difference 3e-01, with parameters sharded as gates.weight '_@tp _'"),
     "a module inside": ({}, programs.Unreduced(12, 8, bias=False), "down (Unreduced): its output is pending over tp (its mean is right)"),
 }
 # fmt: on
@@ -247,7 +248,7 @@ TOLD = [
     (WHOLE, lambda d, t: WHOLE * (0.5, 1.5)[t], "pending over tp (its mean is right)"),
     (WHOLE, lambda d, t: (3 * WHOLE - WHOLE.cos(), WHOLE.cos())[t], "pending over tp, and its sum is 3 times too large"),
     (WHOLE, lambda d, t: (t * 3 * WHOLE + (1 - 2 * t) * WHOLE.cos())[3 * d : 3 * d + 3], "pending over tp, and its sum is 3 times too large"),
-    (WHOLE, lambda d, t: WHOLE * (1 + t), "right on some ranks, and wrong where tp is 1"),
+    (WHOLE, lambda d, t: WHOLE * (1 + t), "right on some ranks, and wrong on those at coordinate 1 of tp"),
     (WHOLE, lambda d, t: WHOLE * (1 + d + t), "pending over dp and tp, and its sum is 8 times too large"),
     (WHOLE, lambda d, t: WHOLE * (1 + 1e-5), "too large by 1e-05 of itself"),
     (WHOLE, lambda d, t: WHOLE * 2, "2 times too large"),
@@ -267,7 +268,7 @@ TOLD = [
     (WHOLE, lambda d, t: axes.from_local(WHOLE.chunk(2)[1 - t], "a@tp b"), "none of these"),
     (WHOLE, lambda d, t: axes.from_local((WHOLE, WHOLE.cos())[t], "a b | sum@tp"), "pending over tp, as it says, but its sum is wrong (largest relative difference"),
     (WHOLE, lambda d, t: axes.from_local((WHOLE, WHOLE.cos())[t], "a b | mean@tp"), "pending over tp, as it says, but its mean is wrong (largest relative difference"),
-    (WHOLE, lambda d, t: axes.from_local((WHOLE + 0.1 * t * WHOLE.cos()).chunk(2)[d], "a@dp b"), "right on some ranks, and wrong where tp is 1"),
+    (WHOLE, lambda d, t: axes.from_local((WHOLE + 0.1 * t * WHOLE.cos()).chunk(2)[d], "a@dp b"), "right on some ranks, and wrong on those at coordinate 1 of tp"),
     (WHOLE, lambda d, t: DTensor.from_local(WHOLE, axes.ones("a", a=1).device_mesh, [Replicate(), Shard(0)], shape=(6, 4), stride=(4, 1)), "whole where it should be split"),
     # any number is a multiple of a constant one
     (ONES, lambda d, t: ONES * (0.4, 0.438079)[t], "not the same on the ranks of tp, where it should be"),

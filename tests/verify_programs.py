@@ -159,6 +159,12 @@ class Noise(nn.Module):
         return x * (torch.rand_like(x) > 0.3) / 0.7
 
 
+def dropped(mesh):
+    """Dropout in no module, which each rank draws by itself."""
+    torch.manual_seed(50 + mesh.coordinate["tp"])
+    return F.dropout(inputs(4, 8), 0.5)
+
+
 def dropping(mesh, by_hand=False):
     """A model with dropout where torch's functions don't see each other, rows of its input over dp."""
     model = nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8)) if by_hand else Recurrent()
@@ -304,7 +310,7 @@ def planted(mesh, kind, wrong=True):
 GRADIENTS = {
     "small": "small.weight: its gradient is 2 times too large over dp",
     "complex": "up.weight: its gradient is 2 times too large over dp",
-    "one rank": "up.weight: its gradient is right on some ranks, and wrong where dp is 1",
+    "one rank": "up.weight: its gradient is right on some ranks, and wrong on those at coordinate 1 of dp",
     "frozen": "up.weight: its gradient is there, though on one device the parameter is frozen",
     "tiny": "up.bias: its gradient is 2 times too large over dp",
 }

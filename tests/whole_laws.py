@@ -1034,7 +1034,7 @@ def _loss(d, grid, g, m, shape, spec, dims, over, said, local):
     for option, value in (("label_smoothing", smoothing), ("z_loss", z_loss)):
         options += f", {option}={value}" if value else ""
     p.do(
-        f"y = axes.cross_entropy(x, t, {f'{spec}, {labels} -> {right}'!r}, reduction={reduction!r}, mesh={m}{said}{options})"
+        f"y = axes.cross_entropy(x, t, {f'{spec}, {labels} -> {right}'!r}, reduction={reduction!r}, mesh={m}{said if d.chance(0.5) else ''}{options})"
     )
     theirs = f"weight={'W' if 'weight' in options else None}, label_smoothing={smoothing}"
     p.do(

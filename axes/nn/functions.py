@@ -130,7 +130,7 @@ def topk(x: T, spec: str, k: int, /, over: str, mesh: Mesh | None = None, **size
 
     Both results have `k` elements in the place of the dim, unsplit. Each rank sends its own `k` to the others, values
     and indices, in two all-gathers. Of equal elements any are taken. The gradient of the values is that of
-    `torch.topk`. `sizes` are as in `argmax`.
+    `torch.topk`. `sizes` are as in `argmax`; for a split dim of plain shards without one, the host waits.
 
     >>> values, indices = topk(torch.tensor([[1.0, 5.0, 3.0]]), "b v", 2, over="v")
     >>> values.tolist(), indices.tolist()
@@ -651,7 +651,8 @@ def _argmax(worked: Worked, whole: int | None, x: torch.Tensor) -> torch.Tensor:
     rows = F.pad(x.detach().movedim(worked.dim, -1), (0, 1), value=-math.inf)  # there is one where this rank has none
     places = F.pad(torch.arange(rows.shape[-1] - 1, device=x.device) + start, (0, 1), value=2**62)
     wrong = rows.isnan()
-    largest = torch.stack((rows.masked_fill(wrong, -math.inf).amax(-1), wrong.any(-1).to(rows.dtype)))
+    with torch.autocast(x.device.type, enabled=False):  # whose list of promoting operations has stack
+        largest = torch.stack((rows.masked_fill(wrong, -math.inf).amax(-1), wrong.any(-1).to(rows.dtype)))
     largest, has_nan = pmax(largest, worked.axes) if worked.axes else largest
     found = torch.where((has_nan > 0).unsqueeze(-1), wrong, rows == largest.unsqueeze(-1))
     first = torch.where(found, places, 2**62).amin(-1)
@@ -725,7 +726,7 @@ def _cross_entropy(
     loss = total - chosen if weights is None else (total - chosen) * counted
     if smoothing:
         every = size * total - more[0] if weights is None else more[2] * total - more[1]
-        loss = (1 - smoothing) * loss + smoothing / size * every
+        loss = (1 - smoothing) * loss + smoothing * every / size
     if z_loss:
         loss = loss + z_loss * (total + largest.squeeze(-1)).square()
     outside = ~ignored & ((labels < 0) | (labels >= size))

@@ -5,7 +5,7 @@
             super().__init__()
             self.norm = axes.nn.RMSNorm("b s embed", over="embed", embed=embed)
             self.up = axes.nn.Einsum("b s embed, mlp embed -> b s mlp", embed=embed, mlp=mlp)
-            self.down = axes.nn.Einsum("b s mlp, embed mlp -> b s embed", embed=embed, mlp=mlp)
+            self.down = axes.nn.Einsum("b s mlp@*, embed mlp@* -> b s embed", embed=embed, mlp=mlp)
 
         def forward(self, x):
             return x + self.down(F.silu(self.up(self.norm(x))))
@@ -135,7 +135,8 @@ class Embedding(Named):
         self.weight = self.parameter(table, device, dtype)
         self.rows = rows_of_table(expression)
         self.padding_idx = checked_padding(padding_idx, self.weight.shape[self.rows])
-        self.split = _split_sizes(table, self.sizes)
+        rows = read(str(table.dims[self.rows])).spec
+        self.split = _split_sizes(rows, self.sizes)
         self.named(weight=table)
 
     @classmethod

@@ -141,7 +141,8 @@ def verify(
 
     Each rank seeds torch alike before the program starts. torch's dropout is off while values are compared, that inside
     of its attention and recurrent layers too; where there is any, a second run tells whether ranks that should drop the
-    same elements do. Where outputs differ behind other random numbers that a module draws, the result says so first.
+    same elements do, not whether they drop as many as one device. Where outputs differ behind other random numbers that
+    a module draws, the result says so first.
 
     DTensors say how they lie. For plain tensors whatever their shapes allow is tried: replicated, split along
     a dim by any axes, as `torch.chunk` splits it; a plain scalar may also be a rank's own share of a loss or of a

@@ -248,16 +248,19 @@ class _World:
             held = self.held("values", name)
             if held is not None and name.startswith((inside, beside)) and len(texts) < 3:
                 layouts = held.plain().fitting(whole.local, self.tolerance("values", whole.local))
-                texts += [f"{name} as '{layout.spec}'" for layout in layouts[:1] if layout.used]
-        return f"; parameters lie: {', '.join(texts)}" if texts else ""
+                texts += [f"{name} '{layout.spec}'" for layout in layouts[:1] if layout.used]
+        return f", with parameters sharded as {', '.join(texts)}" if texts else ""
 
     def dropout(self) -> Iterator[Mismatch]:
-        """The first module that ranks have the same output of without dropout, and different ones with it."""
-        for name, whole in self.one.modules.items():
-            held, dropped = self.held("modules", name), self.held("dropped", name)
+        """The first output that ranks have the same without dropout, and differently with it: of a module, or the
+        program's own."""
+        found = [("modules", "dropped", name, whole) for name, whole in self.one.modules.items()]
+        found += [("outputs", "dropped_outputs", name, whole) for name, whole in self.one.outputs.items()]
+        for kind, with_dropout, name, whole in found:
+            held, dropped = self.held(kind, name), self.held(with_dropout, name)
             if held is None or dropped is None:
                 continue
-            tolerance = self.tolerance("modules", whole.local)
+            tolerance = self.tolerance(kind, whole.local)
             layouts = held.fitting(whole.local, tolerance)
             split = {self.mesh.called(layout) for each in layouts[:1] for layout in each.used}
             same = set(held.axes) - set(held.differing(tolerance)) - split
@@ -265,7 +268,8 @@ class _World:
             if layouts and differs:
                 over = words(differs)
                 text = f"different between the ranks of {over}, where it should be the same: dropout draws differently"
-                yield Mismatch("dropout", text, differs, name=self._title(name), what="module")
+                title = self._title(name) if kind == "modules" else name
+                yield Mismatch("dropout", text, differs, name=title, what="module" if kind == "modules" else "output")
                 return
 
     def _title(self, name: str) -> str:

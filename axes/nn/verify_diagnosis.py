@@ -384,8 +384,8 @@ class _Relations:
         axes = tuple(a for a, i in there.items() if len(i) < len({place[a] for place in self.held.places.values()}))
         if not axes or len(wrong) < math.prod(map(len, there.values())):
             return None
-        at = words(f"{axis} is {' or '.join(map(str, there[axis]))}" for axis in axes)
-        return Mismatch("some", f"right on some ranks, and wrong where {at}", axes)
+        at = words(f"coordinate {' or '.join(map(str, there[axis]))} of {axis}" for axis in axes)
+        return Mismatch("some", f"right on some ranks, and wrong on those at {at}", axes)
 
     def multiple_sum(self, pair: _Pair) -> Mismatch | None:
         """Its sum is a multiple of the right one."""

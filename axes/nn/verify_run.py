@@ -77,7 +77,8 @@ class Job:
 class Observed:
     """What one rank saw. Tensors are under names: of outputs, of parameters; of modules' outputs in order.
 
-    begun: parameters where the model is first called. dropped: the modules' outputs with dropout, where there is any.
+    begun: parameters where the model is first called. dropped, dropped_outputs: the modules' outputs and the program's
+    with dropout, where there is any.
     drawn: which random numbers a module draws, by the module's output that is done next. kinds: classes of modules.
     ties: names of one parameter. narrow: the narrowest dtype of what was computed, where that is narrower than double
     precision. missed: what can't be compared, in words.
@@ -89,6 +90,7 @@ class Observed:
     modules: dict[str, Piece] = field(default_factory=dict)
     begun: dict[str, Piece] = field(default_factory=dict)
     dropped: dict[str, Piece] = field(default_factory=dict)
+    dropped_outputs: dict[str, Piece] = field(default_factory=dict)
     drawn: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     ties: list[tuple[str, ...]] = field(default_factory=list)
@@ -106,7 +108,8 @@ def observe(job: Job) -> Observed:
         dropout = _Dropout(off=True)
         seen = _run(job, mesh, dropout)
         if dropout.met:
-            seen.dropped = _run(job, mesh, _Dropout(off=False)).modules
+            dropped = _run(job, mesh, _Dropout(off=False))
+            seen.dropped, seen.dropped_outputs = dropped.modules, dropped.outputs
     destroy_process_groups()
     return seen
 

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -35,6 +36,7 @@ Names = Mapping[str, str | None] | Callable[[str], str | None]
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
+_METADATA = "__metadata__"
 _LINES = 8
 
 _DTYPES = {
@@ -120,11 +122,12 @@ def save_safetensors(
     file_bytes: a file has at most so many bytes, unless one tensor has more; several files get an index.
 
     All ranks of the job call it, and it returns when all have written. Files have their names when they are whole:
-    until then, and where a rank fails, they end in `.part`. Beside the model's `config.json`, written by
-    `model.config.save_pretrained(folder)`, `from_pretrained` of transformers loads them.
+    until then they end in `.part`, and where a rank fails they are removed. Beside the model's `config.json`, written
+    by `model.config.save_pretrained(folder)`, `from_pretrained` of transformers loads them.
 
     Raises `ShardingError` before anything is written where a parameter can't be in such a file, where two have one
-    name, and where the folder has such files; `DesyncError` on all ranks where one fails, or where folders differ.
+    name, also on other ranks, where a part of one is missing, and where the folder has such files or can't be made;
+    `DesyncError` on all ranks where one fails, or where folders differ.
 
     >>> import tempfile
     >>> from safetensors.torch import load_file
@@ -141,7 +144,7 @@ def save_safetensors(
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     ranks = range(torch.distributed.get_world_size() if running else 1)
     rank = torch.distributed.get_rank() if running else 0
-    path, own = Path(folder), {}
+    path, own = Path(folder), dict[str, torch.Tensor]()
 
     def together(step: Callable[[], Any], stated: str) -> list[Any]:
         """What each rank tells of a step; where it fails on one, all raise."""
@@ -149,22 +152,34 @@ def save_safetensors(
             told = step()
         except Exception as error:  # which the others are told
             agree("save_safetensors", ranks, error)
+            if isinstance(error, OSError):
+                raise ShardingError(f"axes.nn.save_safetensors: {path} can't be written: {error}") from error
             raise
         return agree("save_safetensors", ranks, stated, told, advice="all ranks of the job call it with one folder")
 
     def listed() -> list[list[Any]]:
         own.update(_named(module, names))
         if rank == 0 and path.is_dir() and any(path.glob("*.safetensors*")):
-            raise ShardingError(f"axes.nn.save_safetensors: {path} has safetensors files already; pass a new folder")
-        return [[name, _CODES[x.dtype], list(x.shape)] for name, x in own.items()]
+            raise ShardingError(
+                f"axes.nn.save_safetensors: {path} has safetensors files already, or what is left of some "
+                "(.part); pass a new folder"
+            )
+        here = {name: x for name, x in own.items() if not isinstance(x, DTensor) or x.device_mesh.get_coordinate()}
+        return [[name, _CODES[x.dtype], list(x.shape), *_copy(x, rank)] for name, x in here.items()]
 
     every = together(listed, f"{path}, {file_bytes} bytes a file")
     if len(every) < len(ranks):
         raise ShardingError("axes.nn.save_safetensors: a simulated world has no other ranks to write their parts")
     files = _planned([tuple(each) for each in every], file_bytes)
-    together(lambda: _begin(path, files if rank == 0 else []), "begun")
-    together(lambda: _write(path, files, own, rank), "written")
-    together(lambda: _finish(path, files if rank == 0 else []), "finished")
+    mine = files if rank == 0 else []
+    try:
+        together(lambda: _begin(path, mine), "begun")
+        together(lambda: _write(path, files, own, rank), "written")
+        together(lambda: _finish(path, mine), "finished")
+    except Exception:
+        for file in mine:
+            (path / f"{file.name}.part").unlink(missing_ok=True)
+        raise
 
 
 def _check_arguments(path: object, names: object, ignore: object) -> None:
@@ -199,6 +214,7 @@ _Found = list[tuple[_Slot, str]]
 def _slots(module: torch.nn.Module) -> list[_Slot]:
     """What a state dict has. It is asked for one, since FSDP2 then puts sharded parameters back."""
     by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    module = getattr(module, "_orig_mod", module)  # of what torch.compile has wrapped
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             by_id.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -289,11 +305,7 @@ def _indexed(path: Path) -> dict[str, Path]:
 
 def _matched(slots: Sequence[_Slot], files: _Files, names: Names | None, ignore: Sequence[str]) -> _Found:
     """Who takes what; `ShardingError` with all that doesn't fit."""
-    own = [name for slot in slots for name in slot.names]
-    if isinstance(names, Mapping):
-        unknown = [name for name in names if name not in own]
-        if unknown:
-            raise ShardingError(f"names: the module has no parameter {unknown[0]!r}{suggestion(unknown[0], own)}")
+    _check_names(names, slots)
     found, missing, wrong, taken = [], [], [], set()
     for slot in slots:
         wanted = [_name_in_files(names, name) for name in slot.names]
@@ -320,6 +332,14 @@ def _matched(slots: Sequence[_Slot], files: _Files, names: Names | None, ignore:
     if problems:
         raise ShardingError("axes.nn.load_safetensors\n" + "\n".join(problems))
     return found
+
+
+def _check_names(names: Names | None, slots: Sequence[_Slot]) -> None:
+    """`ShardingError` for a mapping with names that the module doesn't have."""
+    own = [name for slot in slots for name in slot.names]
+    for name in names if isinstance(names, Mapping) else ():
+        if name not in own:
+            raise ShardingError(f"names: the module has no parameter {name!r}{suggestion(name, own)}")
 
 
 def _name_in_files(names: Names | None, name: str) -> str | None:
@@ -380,32 +400,59 @@ class _File(NamedTuple):
 def _named(module: torch.nn.Module, names: Names | None) -> dict[str, torch.Tensor]:
     """The tensors of a module by their names in the files."""
     found: dict[str, torch.Tensor] = {}
-    for slot in _slots(module):
+    slots = _slots(module)
+    _check_names(names, slots)
+    for slot in slots:
         name, x = _name_in_files(names, slot.names[0]), slot.tensor
         if name is None:
             continue
-        if name in found:
-            raise ShardingError(f"axes.nn.save_safetensors: two parameters are called '{name}' in the files")
-        if x.dtype not in _CODES or x.is_meta or any(p.is_partial() for p in getattr(x, "placements", ())):
-            raise ShardingError(
-                f"axes.nn.save_safetensors: {slot.names[0]} of {x.dtype} on '{x.device}' can't be in a safetensors "
-                "file, which has values of plain dtypes, with nothing pending"
-            )
-        found[name] = x
+        pending = any(p.is_partial() for p in getattr(x, "placements", ()))
+        wrong = "two parameters have this name" if name in found else "no tensor can have this name"
+        if x.dtype not in _CODES:
+            wrong = f"such a file has no {x.dtype}"
+        elif x.is_meta:
+            wrong = "it has no values, on the device 'meta'"
+        elif pending:
+            wrong = "something of it is pending; reshard it first"
+        elif name not in found and name != _METADATA:
+            found[name] = x if isinstance(x, DTensor) else x.resolve_conj().resolve_neg()
+            continue
+        raise ShardingError(f"axes.nn.save_safetensors: {slot.names[0]} can't be in the files as '{name}': {wrong}")
     return found
+
+
+def _copy(x: torch.Tensor, rank: int) -> tuple[str, int, int]:
+    """Of which copy of a tensor this rank has a part, by the ranks that share it, how many they are, and a checksum."""
+    ranks = sorted(x.device_mesh.mesh.flatten().tolist()) if isinstance(x, DTensor) else [rank]
+    numbers = local(x).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(str(ranks).encode()).hexdigest()[:16], len(ranks), zlib.crc32(numbers)
 
 
 def _planned(every: Sequence[Sequence[Sequence[Any]]], file_bytes: int) -> list[_File]:
     """The files for all tensors of all ranks, the same on each of them."""
     tensors: dict[str, tuple[str, list[int], int]] = {}
+    copies: dict[str, dict[tuple[str, int], list[int]]] = {}
     for rank, told in enumerate(every):
-        for name, code, shape in told:
+        for name, code, shape, copy, size, checksum in told:
             known = tensors.setdefault(name, (code, shape, rank))
             if known[:2] != (code, shape):
                 raise ShardingError(
                     f"axes.nn.save_safetensors: '{name}' is {known[0]} {known[1]} on rank {known[2]}, and {code} "
                     f"{shape} on rank {rank}"
                 )
+            copies.setdefault(name, {}).setdefault((copy, size), []).append(checksum)
+    for name, found in copies.items():
+        for (_, size), checksums in found.items():
+            if len(checksums) != size:
+                raise ShardingError(
+                    f"axes.nn.save_safetensors: '{name}' lies on {size} ranks, and {len(checksums)} of them have it "
+                    "under this name; give it one name on all"
+                )
+        if len({tuple(sorted(checksums)) for checksums in found.values()}) > 1:
+            raise ShardingError(
+                f"axes.nn.save_safetensors: '{name}' is another tensor on other ranks. Stages of a pipeline name their "
+                "parameters as the whole model does, by names=; copies of one have equal values"
+            )
     groups: list[list[str]] = [[]]
     size = 0
     for name, (code, shape, _) in tensors.items():
@@ -419,7 +466,7 @@ def _planned(every: Sequence[Sequence[Sequence[Any]]], file_bytes: int) -> list[
 
 
 def _file(at: int, count: int, tensors: Mapping[str, tuple[str, list[int], int]]) -> _File:
-    begin, header, offsets = 0, dict[str, Any]({"__metadata__": {"format": "pt"}}), dict[str, int]()
+    begin, header, offsets = 0, dict[str, Any]({_METADATA: {"format": "pt"}}), dict[str, int]()
     for name in sorted(tensors, key=lambda name: -_DTYPES[tensors[name][0]].itemsize):  # so that each is aligned
         code, shape, _ = tensors[name]
         end = begin + math.prod(shape) * _DTYPES[code].itemsize
@@ -522,4 +569,4 @@ def _statement(found: _Found) -> str:
     return f"{len(lines)} tensors, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
 
 
-__all__ = ["load_safetensors"]
+__all__ = ["load_safetensors", "save_safetensors"]

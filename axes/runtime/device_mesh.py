@@ -73,8 +73,9 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """The mesh with the axes of a `DeviceMesh`, bound to its groups.
 
-    Its universe is the ranks of the `DeviceMesh` that this one was sliced or flattened from. Raises
-    `MeshError` where the dims have no names, or a group doesn't have the order of the coordinates.
+    Its universe is the ranks of the `DeviceMesh` that this one was sliced or flattened from. Dims
+    without names, as of the mesh that `fully_shard` makes by itself, are called `dim_0`, `dim_1`, ... Raises
+    `MeshError` where a group doesn't have the order of the coordinates.
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise MeshError(f"from_device_mesh takes a torch DeviceMesh; found {type(device_mesh).__name__}")
@@ -131,9 +132,7 @@ def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     _teach_torch()
-    names = device_mesh.mesh_dim_names
-    if not names:
-        raise MeshError("from_device_mesh needs names for the dims; give the DeviceMesh mesh_dim_names=(...)")
+    names = device_mesh.mesh_dim_names or [f"dim_{number}" for number in range(device_mesh.ndim)]
     universe, device = Universe.of(torch_private.root_ranks(device_mesh)), device_mesh.device_type
     layouts = dict(zip(names, map(Layout.of, torch_private.dims_of(device_mesh)), strict=True))
     mesh = Mesh("universe", ranks=universe.ranks)._with(
@@ -142,7 +141,7 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     member = universe.position(world.rank) is not None
     if member and (wrong := wrong_with_groups(device_mesh)):
         raise MeshError(wrong)
-    groups = {name: device_mesh.get_group(name) for name in names if member}
+    groups = {name: device_mesh.get_group(number) for number, name in enumerate(names) if member}
     for name, group in groups.items():
         _check_order(world, mesh, name, group)
     entries = [(layouts[name], adopt(world, group, layouts[name], name)) for name, group in groups.items()]

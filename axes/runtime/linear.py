@@ -75,6 +75,9 @@ def linear(
 ) -> Any:
     """`run(*xs)`, whose gradient is `back` of its gradient. Of several results that have none, `back` is given None.
 
+    The gradient of a DTensor arrives in whatever sharding it has, whole, split or pending: a `back` that works on
+    shards brings it where it needs it first, as by `axes.reshard(g, axes.sharding_of(y))`.
+
     keep: of a map that is linear around its operands, which its gradient depends on: which of them and of the result,
     in this order, `back(gradient, needed, kept)` is given. `needed` says which operands need a gradient.
     """
