@@ -559,9 +559,11 @@ def refuse():
             torchs(),
             DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("x", "y")),
             DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("x", "y"))._flatten("xy"),
-            DeviceMesh("cpu", [[0, 1], [2, 3]]),
         )
     ]
+    nameless = Mesh.from_device_mesh(DeviceMesh("cpu", [[0, 1], [2, 3]]))
+    assert (nameless.axis_names, nameless.ranks) == (("dim_0", "dim_1"), [[0, 1], [2, 3]])
+    assert axes.psum(torch.ones(1), "dim_1", mesh=nameless).item() == 2
     # Every line of this one ascends, although its ranks don't.
     fine = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("x", "y"))
     assert Mesh.from_device_mesh(fine).ranks == [[0, 2], [1, 3]]
@@ -578,10 +580,9 @@ def test_a_device_mesh_is_adopted_with_its_groups_however_it_was_made(world):
 
 
 def test_a_device_mesh_whose_groups_have_another_order_is_refused_on_all_ranks(world):
-    for permuted, rows, flat, nameless in world(refuse, 4):
+    for permuted, rows, flat in world(refuse, 4):
         assert "dim 'x' of the DeviceMesh runs through ranks 3, 1, 2, 0 in this order" in permuted
         assert "its process group through ranks 0, 1, 2, 3" in permuted
         assert "ranks 3, 2 in this order" in rows
         assert "ranks 0, 2, 1, 3 in this order" in flat
         assert "axes.init_mesh(..., ranks=[...])" in flat
-        assert "mesh_dim_names" in nameless

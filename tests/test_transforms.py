@@ -69,7 +69,10 @@ SHARDS: dict[str, list[Call]] = {
         lambda x: axes.einsum(x, x, "a b, a b -> a"),
     ],
     "softmax": [lambda x: axes.softmax(x, "a b@tp", over="b"), lambda x: axes.softmax(x, "a b", over="b")],
+    "log_softmax": [lambda x: axes.log_softmax(x, "a b@tp", over="b")],
     "logsumexp": [lambda x: axes.logsumexp(x, "a b@(dp tp)", over="b")],
+    "entropy": [lambda x: axes.entropy(x, "a b@tp", over="b")],
+    "topk": [lambda x: axes.topk(x, "a b@tp", 2, over="b", b=8)[0]],
     "rms_norm": [lambda x: axes.rms_norm(x, "a b@tp", over="b", weight=x[0], b=8)],
     "layer_norm": [lambda x: axes.layer_norm(x, "a b@tp", over="b", weight=x[0], bias=x[1], b=8)],
     "cross_entropy": [lambda x: axes.cross_entropy(x, LABELS, "a b@tp, a -> ", b=8)],
@@ -109,7 +112,7 @@ DTENSORS: dict[str, list[Callable[[Any], Any]]] = {
 
 NOT_OF_TENSORS = {
     "AxesError", "Axis", "CostModel", "DesyncError", "ExpressionError", "GroupOptions", "Layout", "LayoutRules",
-    "Mesh", "MeshError", "Plan", "Rules", "Sharding", "ShardingError", "SizeError", "annotate", "axis_index",
+    "Mesh", "MeshError", "Plan", "Rules", "Sharding", "ShardingError", "SizeError", "annotate", "argmax", "axis_index",
     "axis_size", "connect", "debug", "destroy_process_groups", "empty", "explain", "full", "init_mesh", "launch",
     "nn", "ones", "plan", "process_groups", "rand", "randn", "shard_module", "sharding_of", "show", "simulate",
     "spec_of", "transfer", "use_mesh", "use_rules", "verify", "zeros",

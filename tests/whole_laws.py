@@ -1027,7 +1027,7 @@ def _loss(d, grid, g, m, shape, spec, dims, over, said, local):
     p.do("counted = (T != -100).double()")
     if d.chance(0.4):
         make_whole(d, "W", (shape[over],), torch.float64, g)
-        p.do("W = W.abs()")
+        p.do("W = W.abs() + 0.5")
         put(d, "w", grid, g, dims[over], local, False)
         p.do("counted = counted * W[T.clamp(min=0)]")
         options += ", weight=w"

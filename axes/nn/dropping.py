@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import numbers
 from collections.abc import Mapping
 
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, use_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_flag, given_sizes
+from axes.algebra.sizes import checked_flag, given_sizes, written_sizes
 from axes.extension import agree, draw, dtensor, linear, local, read, shown, whole
 from axes.nn.functions import T, argmax, check_floats
 from axes.runtime.leaves import used
@@ -86,7 +85,7 @@ def dropout(
     _check_seed("axes.nn.dropout", seed)
     if spec is not None or isinstance(x, DTensor):
         check_transforms("axes.nn.dropout", (x,))
-    sharding, shape = _placed("axes.nn.dropout", x, spec, mesh, {**keywords, **(sizes or {})})
+    sharding, shape = _placed("axes.nn.dropout", x, spec, mesh, dict(written_sizes(keywords, sizes)))
     pending = () if sharding is None else sharding.pending
     if any(op not in ("sum", "mean") for op, _ in pending):
         raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")
@@ -121,7 +120,7 @@ def sample(
     >>> sample(torch.tensor([[0.0, 100.0, 0.0]]), "b v", over="v", seed=7).tolist()
     [1]
     """
-    if not isinstance(temperature, numbers.Real) or not 0 <= temperature < math.inf:
+    if not isinstance(temperature, numbers.Real) or not 0 <= temperature <= 1e300:
         raise ShardingError(f"axes.nn.sample: temperature is a number from 0; found {shown(temperature)}")
     _check_seed("axes.nn.sample", seed)
     check_floats("axes.nn.sample", logits)

@@ -254,7 +254,8 @@ class Mismatch:
         of_loss = self.kind == "every" or (self.what == "output" and self.kind in ("factor", "pending"))
         if self.axes and self.factor and of_loss:
             too_large = abs(self.factor) > 1
-            text += f": a mean over {names} is missing" if too_large else f": divided by {names} once too often"
+            cause = f"a mean over {names} is missing" if too_large else f"it is divided by {names} once too often"
+            text += f", as where {cause}"
         return f"{self.name}: {_BEGINNINGS.get(self.what, '')}{text}"
 
 
