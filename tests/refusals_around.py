@@ -7,7 +7,6 @@ from __future__ import annotations
 
 TRANSFER = "axes.transfer({'a': 'd'}, {'a': 'd'}, mesh, mesh, {'a': (2,)}"
 RULES = "axes.transfer({'a': 'd'}, {'b': 'd'}, mesh, mesh, {'a': (4,)}, rules="
-PAGES = "axes.transfer({'a': 'page d'}, {'a': 'page d'}, mesh, mesh, {'a': (4, 2)}, pages="
 EXPLAIN = "axes.explain('b s@tp -> b s', (4, 8), mesh='tp=2'"
 
 ROWS = (
@@ -26,7 +25,8 @@ ROWS = (
     (f"{TRANSFER}, bucket_mb=0)", "SizeError", "bucket_mb is"),
     (f"{TRANSFER}, h=2)", "SizeError", "a size is given for 'h'"),
     (f"{TRANSFER}, dtype={{'b': 'float32'}})", "ShardingError", "'b' of dtype= matches no target"),
-    (f"{TRANSFER}, codec=3)", "ShardingError", "a codec has methods nbytes, encode and decode; 3 has no nbytes"),
+    (f"{TRANSFER}, codec=object())", "ShardingError", "axes.transfer has no codec= any more: values in fewer bits and their scales"),
+    (f"{TRANSFER}, pages='page')", "ShardingError", "axes.transfer has no pages= any more: take the pages by index_select"),
     (f"{TRANSFER}).at(1.5)", "MeshError", "a rank is a whole number"),
     ("m = axes.Mesh('x=2'); axes.transfer({'a': 'd'}, {'a': 'd'}, m, m, {'a': (2,)})({})", "MeshError", "algebra alone"),
     # by layout rules
@@ -39,14 +39,6 @@ ROWS = (
     (f"{RULES}{{'a': ('b', '(h k) -> (k h)')}}, h=3)", "SizeError", "3"),
     (f"{RULES}axes.LayoutRules({{'a': ('b', '(h k) -> (k h)')}}, h=4), h=2)", "SizeError", "'h' is 4 in the layout rules, and 2 is given for it"),
     ("x = torch.ones(4); axes.transfer({'a': 'd', 'c': 'd'}, {'b': 'd'}, mesh, mesh, {'a': x, 'c': x.double()}, rules={('a', 'c'): ('b', 'd, d -> (d + d)')})", "ShardingError", "say which it becomes"),
-    # of pages
-    (f"{PAGES}3)", "SizeError", "pages= is the name of a dim, or a name and how many pages the targets have; found 3"),
-    (f"{PAGES}'row')", "ShardingError", "row"),
-    (f"{PAGES}'page').of_pages([4], [0])", "ShardingError", "the sources have 4 pages, from 0 on; found 4"),
-    (f"{PAGES}'page').of_pages([1, 2], [3, 3])", "ShardingError", "page 3 of the targets is in the list twice"),
-    (f"{PAGES}'page').of_pages([1, 2], [3])", "ShardingError", "as many of the sources as of the targets; found 2 and 1"),
-    (f"{PAGES}'page').of_pages([1, 1], [2, 3]).inverse", "ShardingError", "twice"),
-    (f"{TRANSFER}).of_pages([0], [0])", "ShardingError", "this transfer has no dim of pages"),
     # launching
     ("axes.launch(abs, 0)", "AxesError", "1 to 256 processes on this machine, not 0"),
     ("axes.launch(abs, 10**9)", "AxesError", "axes.simulate makes a world of any size"),

@@ -25,16 +25,11 @@ from typing import Any
 
 from axes.algebra.chunks import Tile
 from axes.algebra.layout import Universe
-from axes.algebra.page_links import PageLink
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import itemsize_of
 from axes.algebra.sharding import Sharding
-from axes.algebra.transfer_ends import Codec
 
-Link = PieceLink | PageLink
-"""What says which elements of both tensors are the same, where these aren't both of them as they are."""
-
-Kind = tuple[Sharding, Sharding, tuple[int, ...], Link | None]
+Kind = tuple[Sharding, Sharding, tuple[int, ...], PieceLink | None]
 """Source, target, shape and link: what an exchange follows from. Many tensors of a model have it in common."""
 
 
@@ -45,8 +40,7 @@ class Carriage:
     shape: of the tensor; of a part the extents of its link. source, target: shardings whose meshes are just the ranks
     that have the tensor.
     dtypes: at the source, None where that isn't known; and in which it travels and arrives.
-    link: which part of the source it is, and of the target. pieces: in how many pieces it goes. codec: what its
-    messages are encoded by.
+    link: which part of the source it is, and of the target. pieces: in how many pieces it goes.
     """
 
     source_name: str
@@ -55,9 +49,8 @@ class Carriage:
     source: Sharding
     target: Sharding
     dtypes: tuple[str | None, str | None]
-    link: Link | None = None
+    link: PieceLink | None = None
     pieces: int = 1
-    codec: Codec | None = None
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -82,7 +75,6 @@ class Carriage:
             target=self.source,
             dtypes=dtypes,
             link=None if self.link is None else self.link.inverse,
-            codec=self.codec if dtypes[1] is None or "float" in dtypes[1] else None,
         )
 
     @property
@@ -92,7 +84,7 @@ class Carriage:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element on its way, before it is encoded."""
+        """Bytes of an element on its way."""
         return itemsize_of(self.wire)
 
     @cached_property
@@ -161,7 +153,7 @@ def _parts(universes: Iterable[Universe]) -> dict[Universe, tuple[int, ...]]:
     return {universe: tuple(numbers) for universe, numbers in found.items()}
 
 
-def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], link: Link | None) -> tuple[int, int]:
+def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], link: PieceLink | None) -> tuple[int, int]:
     """The most elements that any rank sends of a tensor, and that any receives: bounds, without a look at ranks."""
     held, wanted = (
         min(math.prod(shape), end.largest_tile(shape) if link is None else link.largest(side, end))
@@ -202,8 +194,8 @@ def firsts(tensors: Sequence[Carriage]) -> list[int]:
     found = []
     for at, one in enumerate(tensors):
         others = seen.setdefault((one.source_name, one.link and one.link.offsets), [])
-        mine = one.kind, one.dtypes, one.codec
-        same = (at for at in others if (tensors[at].kind, tensors[at].dtypes, tensors[at].codec) == mine)
+        mine = one.kind, one.dtypes
+        same = (at for at in others if (tensors[at].kind, tensors[at].dtypes) == mine)
         found.append(next(same, at))
         others.extend([at] if found[-1] == at else [])
     return found

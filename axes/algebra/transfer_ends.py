@@ -1,4 +1,4 @@
-"""What a transfer is told: how tensors lie, on which meshes, what encodes them; by name or by patterns of names.
+"""What a transfer is told: how tensors lie, and on which meshes; by name or by patterns of names.
 
 >>> mesh_of = meshes_by_name({"layers.0.*": Mesh("dp=2"), "*": Mesh("pp=2 tp=2")}, "source")
 >>> mesh_of("layers.1.w").axis_names
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
-from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.errors import MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Universe, digits
 from axes.algebra.layout_rules import LayoutRules
 from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sharding import Names, Sharding, Slot, Slots
-from axes.algebra.sizes import given_sizes, whole_number
+from axes.algebra.sizes import given_sizes
 from axes.algebra.specs import parsed_sharding
 
 End = str | Sharding
@@ -136,61 +136,9 @@ def names_in_spec(spec: str) -> frozenset[str]:
 
 
 def check_patterns(what: str, patterns: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
-    """`ShardingError` for a pattern of dtype= or codec= that no target has."""
+    """`ShardingError` for a pattern of dtype= that no target has."""
     table = NamePatterns(patterns)
     used = {number for name in targets for number in table.numbers(name)}
     for number, pattern in enumerate(table.patterns):
         if pattern not in targets and number not in used:
             raise ShardingError(f"{shortened(pattern)} of {what}= matches no target{suggestion(pattern, targets)}")
-
-
-class Codec(Protocol):
-    """What encodes the values of a message before they are sent, and decodes them where they arrive.
-
-    Values are a flat tensor of one dtype, those of a bucket that go to one rank, tensor after tensor. Encoded they are
-    a flat tensor of bytes, of a size that both sides know before anything is sent.
-    """
-
-    def nbytes(self, count: int, dtype: str) -> int:
-        """Bytes of so many values of a dtype, such as "float32", once they are encoded."""
-
-    def encode(self, values: Any, out: Any) -> None:
-        """Write values to `out`, the tensor of bytes."""
-
-    def decode(self, coded: Any, out: Any) -> None:
-        """Write what `encode` has made to `out`, a tensor of values."""
-
-
-def codec_text(codec: Codec, dtype: str) -> str:
-    """What ranks compare of a codec: its class, and the sizes that it says; `ShardingError` for what isn't one."""
-    lacks = [name for name in ("nbytes", "encode", "decode") if not callable(getattr(codec, name, None))]
-    if lacks:
-        raise ShardingError(f"a codec has methods nbytes, encode and decode; {shown(codec)} has no {lacks[0]}")
-    kind = codec if isinstance(codec, type) else type(codec)
-    return f"{kind.__module__}.{kind.__qualname__} {[coded_bytes(codec, count, dtype) for count in (1, 1000, 4096)]}"
-
-
-def coded_bytes(codec: Codec, count: int, dtype: str) -> int:
-    """Bytes of so many values once they are encoded; `SizeError` where the codec doesn't say it."""
-    what = f"nbytes({count}, '{dtype}') of the codec {shown(codec)}"
-    try:
-        said = codec.nbytes(count, dtype)
-    except Exception as error:  # whatever the user's own code raises
-        hint = "; pass an object, not its class" if isinstance(codec, type) else ""
-        raise SizeError(f"{what} raises {raised_text(error)}{hint}. Messages have any number of values") from error
-    found = whole_number(said)
-    if found is None or found < 0:
-        raise SizeError(f"nbytes of a codec is a whole number of bytes from 0 on; {what} gives {shown(said)}")
-    return found
-
-
-_MOST_TEXT = 300
-
-
-def raised_text(error: BaseException) -> str:
-    """The kind of an error and what it says, if it can say it."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # a text of the user's own that raises
-        return type(error).__name__
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."

@@ -23,39 +23,20 @@ from functools import cached_property
 from typing import Any
 
 from axes.algebra import providers
-from axes.algebra.buckets import Carriage, Kind, Link, TensorPiece, bucketed, firsts, part_of
+from axes.algebra.buckets import Carriage, Kind, TensorPiece, bucketed, firsts, part_of
 from axes.algebra.chunks import Tile, volume
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
 from axes.algebra.mesh import Mesh
-from axes.algebra.page_links import (
-    Lists,
-    PageLink,
-    check_page_dims,
-    checked_list,
-    checked_pages,
-    checked_pool,
-    page_dim,
-    sorted_link,
-)
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
 from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
 from axes.algebra.specs import check_same_dims
-from axes.algebra.transfer_ends import (
-    Codec,
-    End,
-    EndsOfSpecs,
-    Meshes,
-    by_name,
-    check_patterns,
-    codec_text,
-    meshes_by_name,
-)
+from axes.algebra.transfer_ends import End, EndsOfSpecs, Meshes, by_name, check_patterns, meshes_by_name
 
 _NODE = 8
 
@@ -121,7 +102,6 @@ class Transfer(providers.Pictured):
     rank: the rank that it is seen from; `at` gives another view. home: a mesh of the running job, if any is.
     equal: what has the same elements as a tensor that moves, so that it moves on the way back alone.
     idle: names of sources that nobody reads, and of targets that keep the values that they have.
-    pools: of a transfer of pages, how many pages the sources and the targets have. lists: which of them move.
     """
 
     tensors: tuple[Carriage, ...]
@@ -132,18 +112,12 @@ class Transfer(providers.Pictured):
     home: Mesh | None = None
     equal: tuple[Carriage, ...] = ()
     idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    pools: tuple[int, int] | None = None
-    lists: Lists | None = None
 
-    def __call__(
-        self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None = None, pages: Any = None
-    ) -> dict[str, Any]:
+    def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Carry the plan out: every rank of the sources and of the targets calls it.
 
         tensors: by name, what this rank has of the sources: DTensors or shards; None, or nothing, on ranks without.
         into: by name, tensors of this rank that are written in place: DTensors, shards, or views of any strides.
-        pages: of a transfer of pages two lists of numbers, the same on all ranks: those of the sources, and those of
-        the targets that they become. Targets are written in place alone.
 
         Returns the tensors that this rank has of the targets. Without `into` these are DTensors, on a mesh made with
         `axes.init_mesh` whose DTensors can say the sharding, else shards. With it, they are the tensors of `into`, and
@@ -152,7 +126,7 @@ class Transfer(providers.Pictured):
         Raises `ShardingError` for a tensor that isn't the shard that the plan says, on every rank, before anything is
         sent; `DesyncError` where ranks have other plans, or where a rank fails: it says which tensors are whole.
         """
-        return providers.runtime("a transfer").carry_out(self, tensors, into, pages)
+        return providers.runtime("a transfer").carry_out(self, tensors, into)
 
     def __getstate__(self) -> dict[str, Any]:
         """What it was made of; what follows from that is found again."""
@@ -164,40 +138,14 @@ class Transfer(providers.Pictured):
         found.__dict__.update({name: self.__dict__[name] for name in _OF_ALL_RANKS if name in self.__dict__})
         return found
 
-    def of_pages(self, sources: Iterable[int], targets: Iterable[int]) -> Transfer:
-        """The plan for these pages of the sources, which become those of the targets: what a call with `pages=` does.
-
-        Raises `ShardingError` for numbers that the pools haven't, for one of the targets that is there twice, and where
-        lists aren't as long as each other.
-        """
-        if self.pools is None:
-            raise ShardingError("this transfer has no dim of pages; axes.transfer(..., pages='page') says which it is")
-        lists = checked_pages((sources, targets), self.pools)
-        known: dict[Any, PageLink] = {}
-        found = []
-        for one in self.tensors:
-            assert isinstance(one.link, PageLink), "all tensors have pages"
-            dims = one.source.dims[one.link.dim], one.target.dims[one.link.dim]
-            key = one.link.dim, *dims
-            link = known[key] = known.get(key) or sorted_link(one.link.dim, dims, self.pools, lists)
-            link = link.on(one.shapes)
-            found.append(replace(one, link=link, shape=link.extents))
-        made = _bucketed(found, self.bucket_bytes, self.rank, self.ranks_per_node, self.home, (), self.idle)
-        return replace(made, pools=self.pools, lists=lists)
-
     @cached_property
     def inverse(self) -> Transfer:
         """The plan of the way back."""
-        if self.lists is not None:
-            checked_list(self.lists[0], self.pools[0] if self.pools else 0, "targets")
         moved, equal = _told_apart(one.inverse for one in (*self.tensors, *self.equal))
         tied = frozenset([one.source_name for one in equal]) - {one.source_name for one in moved}
         kept = self.idle[0] - {one.target_name for one in moved}
         idle = self.idle[1] | tied, kept
-        made = _bucketed(moved, self.bucket_bytes, self.rank, self.ranks_per_node, self.home, equal, idle)
-        return (
-            made if not self.pools or not self.lists else replace(made, pools=self.pools[::-1], lists=self.lists[::-1])
-        )
+        return _bucketed(moved, self.bucket_bytes, self.rank, self.ranks_per_node, self.home, equal, idle)
 
     @cached_property
     def ends(self) -> tuple[dict[str, TransferEnd], dict[str, TransferEnd]]:
@@ -373,7 +321,6 @@ class Transfer(providers.Pictured):
     def described(self) -> str:
         """All that ranks have to agree on, a line for each tensor."""
         rows = []
-        codecs = list({id(one.codec): one for one in self.tensors if one.codec is not None})
         for one in self.tensors:
             ends = " -> ".join(
                 f"{end} on {end.mesh.declaration} {end.universe.ranks}" for end in (one.source, one.target)
@@ -382,14 +329,9 @@ class Transfer(providers.Pictured):
             rows.append(f"{one.source_name} {one.target_name} {one.shape} {dtype} {one.pieces}: {ends}")
             if one.link is not None:
                 rows.append(f"  {one.link}")
-            if one.codec is not None:
-                # What tensors have one codec in common goes through it together.
-                rows.append(f"  codec {codecs.index(id(one.codec))}: {codec_text(one.codec, one.wire)}")
         rows += [
             f"{what}: {', '.join(sorted(names))}" for what, names in zip(("unread", "kept"), self.idle, strict=True)
         ]
-        if self.lists is not None:
-            rows.append(f"pages: {len(self.lists[0])} {hashlib.sha256(str(self.lists).encode()).hexdigest()[:16]}")
         return "\n".join([f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}", *rows])
 
     @property
@@ -408,7 +350,6 @@ class Transfer(providers.Pictured):
         read = {(one.source_name, one.link and one.link.offsets[0]) for one in self.tensors}
         apart = len(read) < len({*firsts(self.tensors)}) or self.equal
         least = "tied tensors that lie otherwise each by itself" if apart else "which is the least"
-        coded = sum(one.codec is not None for one in self.tensors)
         lines = [
             self.heading,
             f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)}, one exchange each",
@@ -418,10 +359,6 @@ class Transfer(providers.Pictured):
             f"{bytes_text(sum(sent.values()) // max(1, sum(map(bool, sent.values()))))} on average of "
             f"{sum(map(bool, sent.values()))} that send",
         ]
-        if coded:
-            lines.append(
-                f"  encoded   what is sent of {coded} tensor{'s' if coded != 1 else ''}; bytes are before that"
-            )
         if self.rank in received:
             partners = self.partners
             lines.append(
@@ -479,8 +416,6 @@ def transfer(
     *,
     dtype: Any = None,
     rules: LayoutRules | Table | None = None,
-    pages: str | tuple[str, int] | None = None,
-    codec: Codec | Mapping[str, Codec] | None = None,
     bucket_mb: float = 64,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
@@ -495,11 +430,8 @@ def transfer(
 
     `dtype` is what tensors become before they are sent, one for all or by patterns of the targets' names; without it
     they keep their own. `rules`, a table or `axes.LayoutRules`, says how names and layouts of the two sides relate
-    where they differ; `shapes` are then those of the sources. `pages` is the name of a dim of pages, or that name and
-    how many pages the targets have where that is another number: each call then moves the pages of a list. `codec`
-    encodes what is sent of floating-point tensors, one for all or by patterns (see docs/transfer.md). `bucket_mb`
-    bounds the buffers: tensors go together in buckets of as many MiB. Keywords are sizes of names in groups, and in the
-    expressions of the rules.
+    where they differ; `shapes` are then those of the sources. `bucket_mb` bounds the buffers: tensors go together in
+    buckets of as many MiB. Keywords are sizes of names in groups, and in the expressions of the rules.
 
     It needs no process: `str(plan)` shows what moves, and `plan.at(rank)` the part of any rank. In a running job every
     rank of either side calls the plan with its tensors, `plan(tensors)`.
@@ -526,10 +458,12 @@ def transfer(
         ("source_mesh", source_mesh),
         ("target_mesh", target_mesh),
         ("dtype", dtype),
-        ("codec", codec),
     ):
         if isinstance(meshes, Mapping):
             _check_mapping(what, meshes, "patterns of names")
+    for name in keywords.keys() & _GONE.keys():
+        if whole_number(keywords[name]) is None:
+            raise ShardingError(f"axes.transfer has no {name}= any more: {_GONE[name]}")
     given_sizes = dict(written_sizes(keywords, sizes))
     table = _table(rules, given_sizes)
     if table is None:
@@ -560,31 +494,17 @@ def transfer(
         return found
 
     before = shardings("source", sources, source_mesh, wholes)
-    pools, page_dims = None, dict[str, int]()
-    if pages is not None:
-        if table is not None:
-            raise ShardingError(
-                "pages= and rules= don't go together yet: pages are moved between tensors of the same names"
-            )
-        name, count = checked_pool(pages)
-        page_dims = {each: page_dim(name, end) for each, end in before.items()}
-        pools, made = _pools(page_dims, wholes, count)
     after = shardings("target", targets, target_mesh, made)
 
-    dtype_of, codec_of = by_name(dtype), by_name(codec)
+    dtype_of = by_name(dtype)
 
-    def carriage(source: str, target: str, link: Link | None) -> Carriage:
+    def carriage(source: str, target: str, link: PieceLink | None) -> Carriage:
         own = getattr(shapes[source], "dtype", None)
         known = None if own is None else dtype_name(own)
         wanted = dtype_of(target)
         dtypes = known, known if wanted is None else dtype_name(wanted)
         shape = wholes[source] if link is None else link.extents
-        made = Carriage(source, target, shape, before[source], after[target], dtypes, link)
-        coder = codec_of(target)
-        if coder is None or "float" not in made.wire:
-            return made
-        codec_text(coder, made.wire)
-        return replace(made, codec=coder)
+        return Carriage(source, target, shape, before[source], after[target], dtypes, link)
 
     def linked(pieces: Iterable[LayoutPiece]) -> list[Carriage]:
         return [
@@ -594,18 +514,7 @@ def transfer(
     equal: tuple[Carriage, ...] = ()
     idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     if change is None:
-        for name, at in page_dims.items():
-            check_page_dims(at, before[name], after[name], name)
-        found = [
-            carriage(
-                name,
-                name,
-                PageLink.of(page_dims[name], (before[name], after[name]), (shape, made[name]), ((), ()))
-                if pools
-                else None,
-            )
-            for name, shape in wholes.items()
-        ]
+        found = [carriage(name, name, None) for name in wholes]
     else:
         found = linked(itertools.chain(*change.pieces.values()))
         equal = tuple(linked(change.equal))
@@ -614,31 +523,19 @@ def transfer(
         _check_dtypes(found)
     if isinstance(dtype, Mapping):
         check_patterns("dtype", dtype, after)
-    if isinstance(codec, Mapping):
-        check_patterns("codec", codec, after)
     ends.check_used()
     rank = found[0].source.universe.ranks[0] if found else 0
     nodes = next(
         (e.mesh.ranks_per_node for one in found for e in (one.source, one.target) if e.mesh.ranks_per_node), _NODE
     )
-    move = _bucketed(found, bucket_bytes, rank, nodes, ends.home, equal, idle)
-    if pools is None:
-        return move
-    every = range(min(pools))
-    return replace(move, pools=pools).of_pages(every, every)
+    return _bucketed(found, bucket_bytes, rank, nodes, ends.home, equal, idle)
 
 
-def _pools(
-    page_dims: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], count: int | None
-) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
-    """How many pages both sides have, and the shapes of the targets."""
-    sizes = {shapes[name][at]: name for name, at in page_dims.items()}
-    if len(sizes) != 1:
-        each = " and ".join(f"{size} of {shortened(name)}" for size, name in sizes.items()) or "no tensors"
-        raise SizeError(f"tensors whose pages are moved together have as many of them; found {each}")
-    (held,) = sizes
-    pools = held, held if count is None else count
-    return pools, {n: (*shapes[n][:at], pools[1], *shapes[n][at + 1 :]) for n, at in page_dims.items()}
+_GONE = {
+    "codec": "values in fewer bits and their scales are two tensors; encode before, and move both",
+    "pages": "take the pages by index_select, move what that gives, and write it by index_copy_",
+}
+"""Keywords that there were, and what to write instead. Their names may be those of dims, whose sizes are numbers."""
 
 
 def _link(piece: LayoutPiece, source: tuple[int, ...], target: tuple[int, ...]) -> PieceLink | None:

@@ -51,10 +51,9 @@ from axes.algebra.errors import (
 from axes.algebra.layout import Layout
 from axes.algebra.layout_rules import LayoutRules, Table
 from axes.algebra.mesh import Mesh, checked_mesh
-from axes.algebra.page_links import Lists, page_dim
 from axes.algebra.planning.exchange import pieces_of
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import tuple_of, whole_numbers
+from axes.algebra.sizes import tuple_of
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.transfer_ends import on_own_ranks
 from axes.algebra.transfers import Like, Transfer, transfer
@@ -117,11 +116,6 @@ def connect(
             f"the whole mesh; or by one of these ranks alone, like axes.init_mesh({text!r}, ranks={line})"
         )
     return JobLink(store, name, whole, names, as_timeout(timeout, "timeout"))
-
-
-def _connects(move: Transfer) -> bool:
-    """Whether the rank is among those that connect for a transfer. For pages all are: the next list may need them."""
-    return move.lists is not None or bool(move.partners)
 
 
 def _is_name(value: object) -> bool:
@@ -197,14 +191,12 @@ class JobLink:
         specs: Mapping[str, str | Sharding],
         to: str = "generator",
         rules: LayoutRules | Table | None = None,
-        pages: tuple[str, Sequence[int]] | None = None,
     ) -> None:
         """Send tensors to the job `to`, which calls `receive` for them.
 
         tensors: by name, DTensors or this rank's shards; None, or nothing, on ranks that have none of a tensor.
         specs: by name how each tensor lies on this job's mesh, the same on all ranks: a whole spec, or a `Sharding`.
         rules: a table, or `axes.LayoutRules`, of how the other job's names and layouts follow from this one's.
-        pages: the name of a dim of pages, and which pages to send; the other job says which of its own they become.
 
         Returns when they have arrived on all ranks of the other job. Raises `ShardingError`, before anything is sent,
         where tensors don't fit their specs or those of the other job; `DesyncError` where ranks differ, and where the
@@ -212,26 +204,24 @@ class JobLink:
         of both jobs that take part in the call. A job that finds its own mistake before the other has come waits for
         nobody; the other one is told of it when its time is up.
         """
-        self._transfer(tensors, specs, self._other(to), 0, rules, pages)
+        self._transfer(tensors, specs, self._other(to), 0, rules)
 
     def receive(
         self,
         into: Mapping[str, Any],
         specs: Mapping[str, str | Sharding],
         source: str = "trainer",
-        pages: tuple[str, Sequence[int]] | None = None,
     ) -> dict[str, Any]:
         """Receive tensors from the job `source`, which calls `send`, into this rank's own; returns them.
 
         into: by name, DTensors, shards or views of any strides, which are written where they lie; None, or nothing, on
         ranks that have none of a tensor. specs: as for `send`. Floating-point dtypes may differ: tensors become those
-        of `into` before they are sent. pages: the name of a dim of pages, and which pages are written, in the order of
-        those that the other job sends.
+        of `into` before they are sent.
 
         Raises as `send`. An error before the first byte says that nothing was written; a later one which tensors are
         whole on this rank. A tensor that isn't whole has old and new elements.
         """
-        self._transfer(into, specs, self._other(source), 1, None, pages)
+        self._transfer(into, specs, self._other(source), 1, None)
         return dict(into)
 
     def _other(self, name: object) -> str:
@@ -243,7 +233,7 @@ class JobLink:
 
     # one transfer
 
-    def _transfer(self, tensors: Any, specs: Any, other: str, side: int, rules: Any, pages: Any) -> None:
+    def _transfer(self, tensors: Any, specs: Any, other: str, side: int, rules: Any) -> None:
         said = f"the transfer from '{(self.name, other)[side]}' to '{(other, self.name)[side]}'"
         if self.closed:
             raise MeshError(f"this link of '{self.name}' is closed; axes.connect makes another one for {said}")
@@ -254,7 +244,7 @@ class JobLink:
         waits = f"is in {said}, and waits for its own ranks"
         self.meeting.note(waits)
         try:
-            own, text = self._described(tensors, specs, said, side, rules, pages)
+            own, text = self._described(tensors, specs, said, side, rules)
         except AxesError as failed:
             wrong = failed
         call = JobCall(
@@ -266,7 +256,6 @@ class JobLink:
             self.peers.index(self.name),
             side,
             "" if wrong is None else f"{type(wrong).__name__}: {wrong}",
-            "" if own is None else own.pages,
         )
         if wrong is not None:
             if self.rank == 0:
@@ -292,14 +281,12 @@ class JobLink:
         named = what, kind, "send and receive", way, f"link {way}", self.ranks, "", self.device.type
         return Operation(*named, together=False)
 
-    def _described(
-        self, tensors: Any, specs: Any, said: str, side: int, rules: Any, pages: Any
-    ) -> tuple[OwnTensors, str]:
+    def _described(self, tensors: Any, specs: Any, said: str, side: int, rules: Any) -> tuple[OwnTensors, str]:
         """This rank's tensors, and what the job says of all of them; errors are the same on all its ranks."""
         wrong: AxesError | None = None
         own: OwnTensors | None = None
         try:
-            own = OwnTensors(self, tensors, specs, ("send", "receive")[side], rules, pages)
+            own = OwnTensors(self, tensors, specs, ("send", "receive")[side], rules)
         except AxesError as failed:
             wrong = failed
         told = [None, str(wrong), ""] if own is None else [own.told, "", own.written]
@@ -352,28 +339,24 @@ class JobLink:
         texts = (text, theirs) if pair.side == 0 else (theirs, text)
         rank = pair.first((pair.source, pair.target)[pair.side]) + self.rank
         wrong: AxesError | None = None
-        planned: Transfer | None = None
         move: Transfer | None = None
         try:
             first = (pair.first(pair.source), pair.first(pair.target))
             names = pair.source.name, pair.target.name
-            lists = _both_pages(names, (pair.source.pages, pair.target.pages))
-            planned = _plan(texts, first, names, BUCKET_MB, "" if lists is None else lists[0])
-            move = planned.at(rank) if lists is None else planned.at(rank).of_pages(*lists[1])
+            move = _plan(texts, first, names, BUCKET_MB).at(rank)
         except AxesError as error:
             wrong = error
         connection = self.connections.get(other.name)
-        part = move is not None and _connects(move)
+        part = move is not None and bool(move.partners)
         held = "" if connection is None or connection.of != (other.token, self.meeting.token) else connection.name
-        plan = "" if move is None or planned is None else _digest(f"{planned.fingerprint} {move.lists}")
+        plan = "" if move is None else move.fingerprint
         try:
             members, fresh = self.meeting.begin(pair, rank, plan, wrong, part, held, said)
         except AxesError as error:
             kind = DesyncError if isinstance(error, DesyncError) else type(error)
             raise kind(f"{error}\nNothing was written") from error
-        assert planned is not None, "all have the same plan"
         assert move is not None, "all have the same plan"
-        self._exchanged(pair, own, planned.fingerprint, move, members, fresh, said)
+        self._exchanged(pair, own, move, members, fresh, said)
 
     def _text_of_other(self, pair: Pair, said: str) -> str:
         digest, found = self.texts.get((pair.other.name, pair.side), ("", ""))
@@ -385,14 +368,14 @@ class JobLink:
         return found
 
     def _exchanged(
-        self, pair: Pair, own: OwnTensors, plan: str, move: Transfer, members: tuple[int, ...], fresh: bool, said: str
+        self, pair: Pair, own: OwnTensors, move: Transfer, members: tuple[int, ...], fresh: bool, said: str
     ) -> None:
         error, place = "", members.index(move.rank) if fresh and move.rank in members else None
         run = LinkRun(move, members, self, pair)
         try:
-            if _connects(move):
+            if move.partners:
                 connection = self._connected(pair, move.rank, members, fresh)
-                run = self._run_of(pair, plan, move, connection)
+                run = self._run_of(pair, move, connection)
             run.carry(*((own.local, {}, {}) if pair.side == 0 else ({}, own.local, own.given)))
         except (AxesError, RuntimeError) as failed:
             error = (str(failed).strip().splitlines() or [type(failed).__name__])[0]
@@ -404,14 +387,12 @@ class JobLink:
             whole = f"\n{run.state}" if pair.side == 1 else ""
             raise DesyncError(f"{failed}{whole}") from failed
 
-    def _run_of(self, pair: Pair, plan: str, move: Transfer, connection: Connection) -> LinkRun:
-        """The plan made ready for this rank: that of the last call, where it was the same but for the pages."""
-        key, same = (pair.source.name, pair.target.name), (plan, move.rank, connection.members)
+    def _run_of(self, pair: Pair, move: Transfer, connection: Connection) -> LinkRun:
+        """The plan made ready for this rank: that of the last call, where it was the same."""
+        key, same = (pair.source.name, pair.target.name), (move.fingerprint, move.rank, connection.members)
         found = self.runs.get(key)
         if found is None or found[0] != same:
             found = self.runs[key] = (same, LinkRun(move, connection.members, self, pair))
-        if move.lists is not None:
-            found[1].take_pages(move)
         found[1].group = connection.group
         return found[1]
 
@@ -524,10 +505,10 @@ class OwnTensors:
     """The tensors of one call on this rank, and their shardings on the job's mesh.
 
     given: the tensors by name. local: this rank's shards of them. told: what the rank tells the others of its job.
-    written: the specs as they stand. pages: which pages of the tensors move, as text.
+    written: the specs as they stand.
     """
 
-    def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str, rules: Any, pages: Any):
+    def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str, rules: Any):
         for what, given in (("specs", specs), ("tensors", tensors)):
             if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
                 raise ShardingError(f"{does} takes {what} by name; found {shown(given)}")
@@ -556,9 +537,6 @@ class OwnTensors:
         self.written = ", ".join(
             f"{shortened(name)}: '{end}' on {end.mesh.declaration}" for name, end in self.ends.items()
         )
-        self.pages = _pages_text(pages, does)
-        if self.pages:
-            self.written += f"; pages {shortened(self.pages)} {_digest(self.pages)}"
         if self.rules is not None:  # of a long table only the first rules are shown
             self.written += f"; {self.rules!r} {_digest(json.dumps(self.rules._as_data))}"
 
@@ -684,42 +662,13 @@ def _mesh_from(said: Mapping[str, Any], first: int) -> Mesh:
     )
 
 
-def _pages_text(given: Any, does: str) -> str:
-    """Which pages move, as text; `ShardingError` for what isn't the name of a dim and numbers."""
-    if given is None:
-        return ""
-    both = tuple_of(given)
-    numbers = None if both is None or len(both) != 2 or not isinstance(both[0], str) else whole_numbers(both[1])
-    if both is None or numbers is None:
-        raise ShardingError(f"{does} takes pages=(name of a dim, numbers of pages); found {shown(given)}")
-    return json.dumps([both[0], numbers])
-
-
-def _both_pages(names: tuple[str, str], said: tuple[str, str]) -> tuple[str, Lists] | None:
-    """The dim of pages and the lists of both jobs; None where neither says that pages move."""
-    if not any(said):
-        return None
-    if not all(said):
-        one, two = names if said[0] else names[::-1]
-        raise ShardingError(f"'{one}' passes pages=, '{two}' doesn't; both say which pages are theirs")
-    (source, sent), (target, written) = map(json.loads, said)
-    if source != target:
-        raise ShardingError(f"the dim of pages is {shown(source)} in '{names[0]}' and {shown(target)} in '{names[1]}'")
-    return source, (tuple(sent), tuple(written))
-
-
 BUCKET_MB = 64.0
 """MiB of the buffers of a bucket, the same in all jobs."""
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(
-    written: tuple[str, str], first: tuple[int, int], names: tuple[str, str], bucket_mb: float, pages: str
-) -> Transfer:
-    """The plan of what two jobs say: the same on every rank of both. first: the numbers of their first ranks.
-
-    pages: the name of the dim of pages, "" where all that there is moves.
-    """
+def _plan(written: tuple[str, str], first: tuple[int, int], names: tuple[str, str], bucket_mb: float) -> Transfer:
+    """The plan of what two jobs say: the same on every rank of both. first: the numbers of their first ranks."""
     texts = json.loads(written[0]), json.loads(written[1])
     source, target = names
     if texts[0]["axes"] != texts[1]["axes"]:
@@ -732,8 +681,6 @@ def _plan(
         raise DesyncError(f"jobs have other peers: '{source}' {texts[0]['peers']}, '{target}' {texts[1]['peers']}")
     rows = texts[0]["tensors"], texts[1]["tensors"]
     rules = None if "rules" not in texts[0] else LayoutRules._from_data(texts[0]["rules"])
-    if rules is not None and pages:
-        raise ShardingError("pages= and rules= don't go together yet: pages move between tensors of the same names")
     for one, two in ((0, 1), (1, 0)) if rules is None else ():
         missing = [name for name in rows[one] if name not in rows[two]]
         if missing:
@@ -751,17 +698,6 @@ def _plan(
     made = {name: like.shape for name, like in shapes.items()}
     if rules is not None:
         made = dict(rules.applied(made).targets)
-    count: int | None = None
-    for name, shape in made.items() if pages else ():
-        at = page_dim(pages, ends[0][name])
-        pool = rows[1][name][2][at] if len(rows[1][name][2]) > at else 0
-        if count not in (None, pool):
-            raise ShardingError(
-                f"tensors whose pages are moved together have as many of them; of '{target}' some have {count}, "
-                f"{shortened(name)} has {pool}"
-            )
-        count = pool
-        made[name] = (*shape[:at], count, *shape[at + 1 :])
     for name, shape in made.items():
         if name in rows[1] and list(shape) != rows[1][name][2]:
             said = f"'{rows[0][name][1]}'" if rules is None else "by the layout rules"
@@ -770,8 +706,7 @@ def _plan(
                 f"  '{target}'  {rows[1][name][2]}  '{rows[1][name][1]}'"
             )
     dtypes = {name: dtype for name, (_, _, _, dtype) in rows[1].items() if name in made}
-    both = (pages, count or 0) if pages else None
-    move = transfer(*ends, shapes=shapes, dtype=dtypes, rules=rules, pages=both, bucket_mb=bucket_mb)
+    move = transfer(*ends, shapes=shapes, dtype=dtypes, rules=rules, bucket_mb=bucket_mb)
     for carried in move.tensors:
         dtype, other = rows[0][carried.source_name][3], rows[1][carried.target_name][3]
         if dtype != other and not (_converts(dtype) and _converts(other)):

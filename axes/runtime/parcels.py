@@ -2,13 +2,13 @@
 
 What goes to a rank in a bucket is a few parcels, one message each. A large piece of a tensor is a parcel of its own,
 which is sent from where it lies, without a copy, if its memory is in order. All else for the rank lies end to end in
-one more, and what a codec encodes in one for each codec and dtype.
+one more.
 
     bucket's buffer   | small pieces for 1 and 2   | a piece for 1 | ...
     messages             to rank 1, to rank 2         to rank 1
 
 Replicas are sent the same: where two parcels have the same contents, they are one stretch of the buffer, which is
-packed (and encoded) once.
+packed once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from axes.algebra.buckets import Carriage, part_of
 from axes.algebra.chunks import Box
 from axes.algebra.layout_pieces import cut_box
 from axes.algebra.planning.exchange import Message
-from axes.algebra.transfer_ends import Codec, coded_bytes
 from axes.algebra.transfers import Transfer
 from axes.runtime.packing import Part, elements_of
 
@@ -51,15 +50,12 @@ class Parcel:
     """What goes to a rank in a bucket, or comes from it, as one message. peer: its index in the group.
 
     start, size: the bytes of the message in the bucket's buffer; parcels that begin in one place are the same message.
-    codec: what encodes it. Its pieces lie in a buffer of their own then, of `values` bytes, without gaps.
     """
 
     peer: int
     places: tuple[PackedPiece, ...]
     start: int
     size: int
-    codec: Codec | None = None
-    values: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,18 +104,16 @@ def _side(peers: Mapping[int, Sequence[Pieces]], tensors: Sequence[Carriage]) ->
     end = 0
     for peer, messages in peers.items():
         for parcel in _parcels(peer, messages, tensors):
-            contents = parcel.places, id(parcel.codec)
-            if contents not in starts:
-                starts[contents] = end
-                end += max(1, -(-parcel.size // _ALIGNED)) * _ALIGNED  # one without a byte has its own place, too
-            parcels.append(replace(parcel, start=starts[contents]))
+            if parcel.places not in starts:
+                starts[parcel.places] = end
+                end += -(-parcel.size // _ALIGNED) * _ALIGNED
+            parcels.append(replace(parcel, start=starts[parcel.places]))
     return BucketSide(tuple(parcels), end)
 
 
 def _parcels(peer: int, messages: Iterable[Pieces], tensors: Sequence[Carriage]) -> Iterator[Parcel]:
     """What goes to a peer, or comes from it: both ends find the same parcels in the same order."""
     small: list[PackedPiece] = []
-    coded: dict[tuple[int, str], list[PackedPiece]] = {}
     for tensor, message, piece, pieces in messages:
         start, stop = part_of(message.elements, piece, pieces)
         if start == stop:
@@ -127,20 +121,12 @@ def _parcels(peer: int, messages: Iterable[Pieces], tensors: Sequence[Carriage])
         one = tensors[tensor]
         boxes = tuple(_boxes(message.boxes, start, stop))
         place = PackedPiece(tensor, boxes, stop - start, 0, (stop - start) * one.itemsize)
-        if one.codec is not None:
-            group = coded.setdefault((id(one.codec), one.wire), [])
-            group.append(replace(place, start=_end(group)))
-        elif place.size >= DIRECT:
+        if place.size >= DIRECT:
             yield Parcel(peer, (place,), 0, place.size)
         else:
             small.append(replace(place, start=-(-_end(small) // _ALIGNED) * _ALIGNED))
     if small:
         yield Parcel(peer, tuple(small), 0, _end(small))
-    for (_, wire), group in coded.items():
-        codec = tensors[group[0].tensor].codec
-        assert codec is not None, "the pieces are grouped by it"
-        size = coded_bytes(codec, sum([place.count for place in group]), wire)
-        yield Parcel(peer, tuple(group), 0, size, codec, _end(group))
 
 
 def _end(places: Sequence[PackedPiece]) -> int:

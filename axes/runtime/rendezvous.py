@@ -61,7 +61,7 @@ class JobCall:
 
     token: of the job since it joined. number: of the call. size: ranks of the job. text: a digest of what the job says
     of its tensors. place: of the job among the peers. side: 0 where it sends, 1 where it receives. error: why it can't
-    take part, "" where it can. pages: which pages of them move, as text, "" where all that there is does.
+    take part, "" where it can.
     """
 
     name: str
@@ -72,7 +72,6 @@ class JobCall:
     place: int
     side: int
     error: str = ""
-    pages: str = ""
 
     @property
     def id(self) -> str:

@@ -19,11 +19,9 @@ reduction. So a wrong tensor is an error on every rank.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -38,9 +36,7 @@ from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh
-from axes.algebra.page_links import Lists, checked_pages
 from axes.algebra.placements import check_torch_can
-from axes.algebra.transfer_ends import raised_text
 from axes.algebra.transfers import Transfer
 from axes.runtime import parcels, torch_private
 from axes.runtime.agreement import MissedError, ranks_text
@@ -79,16 +75,14 @@ _LANE = "transfer"
 """The name of the group of a transfer, and of the lane of one that has a time limit of its own."""
 
 
-def carry_out(
-    move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any] | None, pages: Any = None
-) -> dict[str, Any]:
+def carry_out(move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
     """Carry a transfer out on this rank; see `Transfer.__call__`."""
     run = run_of(move)
     run.keep_to_limit()
     if run.group is None and not run.takes_part:
         return {}
     with torch.no_grad():
-        return run(tensors, into, pages)
+        return run(tensors, into)
 
 
 @of_world(32)
@@ -125,7 +119,7 @@ class TransferRun:
     """A transfer on this rank: who it exchanges with, and by which boxes."""
 
     def __init__(self, move: Transfer, mesh: Mesh | None):
-        self.planned = self.move = move
+        self.move = move
         self.mesh = mesh
         self.ranks = Universe.of(move.ranks).ranks if move.ranks else ()
         self.takes_part = move.rank in self.ranks
@@ -133,10 +127,6 @@ class TransferRun:
         self.fitting: tuple[Any, ...] | None = None
         self.seen: dict[tuple[int, str], Any] = {}
         self.limit: timedelta | None = None
-        self.scratch: torch.Tensor | None = None
-        self.wrong: Exception | None = None
-        self.lists: Lists | None = None
-        self.buffers: list[torch.Tensor] = []
         self.arrived = -1
 
     @cached_property
@@ -203,7 +193,7 @@ class TransferRun:
     @cached_property
     def views(self) -> TileViews:
         """Boxes of tensors as views of this rank's tiles."""
-        return TileViews(self.move, self.device)
+        return TileViews(self.move)
 
     @cached_property
     def last(self) -> dict[str, int]:
@@ -216,28 +206,20 @@ class TransferRun:
 
     # tensors
 
-    def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None, pages: Any) -> dict[str, Any]:
+    def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
         """The tensors that this rank has of the targets, from those that it has of the sources."""
         error: AxesError | None = None
-        told = 0
         held: Tensors = {}
         given: Tensors = {}
-        lists: Lists | None = None
         try:
-            lists = self._lists(pages)
-            if lists is not None and lists != self.lists:
-                self.take_pages(self.planned.of_pages(*lists))
-                self.lists = lists
             held, given = self._fitting(tensors, {} if into is None else into)
-            told = self._told_sizes
         except AxesError as failed:
             error = failed
         try:
-            self._agree(error, into is None, lists)
+            self._agree(error, into is None)
         except DesyncError as failed:
             self._end_group(failed)
             raise
-        self._agree_on_sizes(told)
         made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
         bound = self._bound(held, given, made)
         self._count_writes({} if into is None else into, given)
@@ -247,7 +229,6 @@ class TransferRun:
             self.bound = None
             self._end_group(failed)
             raise DesyncError(f"{failed}\n{self._state()}") from failed
-        self._agree_on_codec()
         found = {
             name: self._result(name, tile) if into is None else tile if into.get(name) is None else into[name]
             for name, tile in made.items()
@@ -256,35 +237,9 @@ class TransferRun:
         kept = {} if into is None else {name: into[name] for name in into if name in self.move.idle[1]}
         return {**found, **{name: x for name, x in kept.items() if x is not None}}
 
-    def _lists(self, pages: Any) -> Lists | None:
-        """The pages to move, where it is pages that are moved."""
-        pools = self.move.pools
-        if pools is None and pages is not None:
-            raise ShardingError("this transfer has no dim of pages; axes.transfer(..., pages='page') says which it is")
-        if pools is None:
-            return None
-        if pages is None:
-            raise ShardingError("this transfer is of pages; say which, with pages=(of the sources, of the targets)")
-        return checked_pages(pages, pools)
-
-    def take_pages(self, listed: Transfer) -> None:
-        """Move these pages from now on. Where as many go between the same ranks as before, nothing else changes."""
-        same = [one.kind for one in listed.tensors] == [one.kind for one in self.move.tensors]
-        self.move = listed
-        if same:
-            self.views.take_pages(listed)
-            return
-        self.bound = None
-        for found in ("buckets", "last", "views", "_told_sizes"):
-            vars(self).pop(found, None)
-
     def _fitting(self, tensors: Mapping[str, Any], into: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
         """The tiles of the sources and those to write, once it is clear that the plan can be carried out on them."""
         held, given = self._held(tensors), self._given(into)
-        if self.move.pools is not None:
-            for name, shape in self.shapes[1].items():
-                if shape is not None and 0 not in shape and given[name] is None:
-                    raise ShardingError(f"pages are written in place; pass {shortened(name)} of this rank in into=")
         kept = self._kept(into)
         memory = tuple([identity_of(t) for t in (*held.values(), *kept.values(), *given.values())])
         if memory != self.fitting:
@@ -431,9 +386,7 @@ class TransferRun:
         most = [max((sides[side].size for sides in self.buckets), default=0) for side in (0, 1)]
         turns = min(2, len(self.buckets))
         sizes = [size for size in most for _ in range(turns)]
-        if [x.numel() < size for x, size in zip(self.buffers, sizes, strict=False)] != [False] * len(sizes):
-            self.buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        bound.buffers = self.buffers
+        bound.buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         for number, (sends, receives) in enumerate(self.buckets):
             given, taken = (bound.buffers[side * turns + number % turns] for side in (0, 1))
             packed, sent = self._views(sends, 0, given, held)
@@ -443,7 +396,6 @@ class TransferRun:
             bound.sends.append(sent)
             bound.receives.append(received)
         self.bound = bound if keep else None
-        self.buffers = bound.buffers if keep and self.move.pools is not None else []  # of the next list of pages
         return bound
 
     def _check_apart(self, held: Tensors, kept: Tensors, given: Tensors) -> None:
@@ -487,10 +439,9 @@ class TransferRun:
             staged: Views = []
             lying: Views = []
             message = buffer[parcel.start : parcel.start + parcel.size]
-            packed = message if parcel.codec is None else self._scratch(parcel.values)
             for place in parcel.places:
                 wire = self.wires[place.tensor]
-                flat = packed[place.start : place.start + place.size].view(wire)
+                flat = message[place.start : place.start + place.size].view(wire)
                 for number in (place.tensor, *(self.move.tied.get(place.tensor, ()) if end else ())):
                     one = self.move.tensors[number]
                     tile = tiles[(one.source_name, one.target_name)[end]]
@@ -503,22 +454,11 @@ class TransferRun:
                         continue
                     staged += [flat[start : start + view.numel()].view(view.shape) for start, view in views]
                     lying += [view for _, view in views]
-            if parcel.codec is None:
-                copied.append(MessageCopy(staged, lying))
-                message = message if stretch is None else stretch.view(torch.uint8)
-            else:
-                values = packed[: parcel.values].view(wire) if stretch is None else stretch
-                copied.append(MessageCopy(staged, lying, parcel.codec, values, message))
+            copied.append(MessageCopy(staged, lying))
+            message = message if stretch is None else stretch.view(torch.uint8)
             packed_at[parcel.start] = message
             passed.append((parcel.peer, message))
         return copied, passed
-
-    def _scratch(self, size: int) -> torch.Tensor:
-        """A buffer for the values of one message, which is encoded or decoded before the next one is."""
-        if self.scratch is None or self.scratch.numel() < size:
-            most = [parcel.values for sides in self.buckets for side in sides for parcel in side.parcels]
-            self.scratch = torch.empty(max(most), dtype=torch.uint8, device=self.device)
-        return self.scratch
 
     # what is sent
 
@@ -540,8 +480,6 @@ class TransferRun:
         for work in works:
             work.wait()
         for message in bound.unpack[number]:
-            if message.codec is not None:
-                self._code(message.codec.decode, message.coded, message.values)
             copy_views(message.lying, message.staged)
         self.arrived = number
 
@@ -549,19 +487,9 @@ class TransferRun:
         """Fill the message of a number."""
         message = messages[number]
         copy_views(message.staged, message.lying)
-        if message.codec is not None:
-            self._code(message.codec.encode, message.values, message.coded)
-
-    def _code(self, coding: Callable[[Any, Any], None], x: Any, out: Any) -> None:
-        """Encode or decode. An error waits until all is exchanged, as others wait for this rank's messages."""
-        if self.wrong is None:
-            try:
-                coding(x, out)
-            except Exception as error:  # whatever the user's own code raises
-                self.wrong = error
 
     def _run(self, bound: Bound) -> None:
-        self.arrived, self.wrong = -1, None
+        self.arrived = -1
         for buffer in bound.buffers:
             if not buffer.untyped_storage().size():
                 buffer.untyped_storage().resize_(buffer.numel())
@@ -634,21 +562,19 @@ class TransferRun:
             bytes_in=moved[1],
             bytes_out=moved[0],
             together=False,  # a rank waits for those that it exchanges with
-            compared=f"{self.said} {self.planned.fingerprint}",
+            compared=f"{self.said} {self.move.fingerprint}",
             mesh=self.mesh,
             short=self.said,
         )
 
-    def _agree(self, error: AxesError | None, new: bool, lists: Lists | None) -> None:
+    def _agree(self, error: AxesError | None, new: bool) -> None:
         """Returns where all ranks have one plan, and each has tensors that fit; an error on all of them otherwise."""
         group = self.group
         if group is None:
             if error is not None:
                 raise error
             return
-        plan = int(
-            (self.planned.fingerprint if lists is None else _digest(f"{self.planned.fingerprint} {lists}"))[:15], 16
-        )
+        plan = int(self.move.fingerprint[:15], 16)
         targets = self.move.rank in self.move.targets
         flags = [error is not None, targets and new, targets and not new]
         state = torch.tensor([*flags, plan, -plan], dtype=torch.int64, device=self.device)
@@ -657,54 +583,12 @@ class TransferRun:
         wrong, some, others, most, least = state.tolist()
         if wrong or (some and others) or most != -least:
             into = f"into= {'is left out' if new else 'is passed'}" if targets else ""
-            said = f"{self.planned.described}{_lists_text(lists)}"
+            said = self.move.described
             mine = json.dumps((None if error is None else str(error), into, said))
             told = [json.loads(text) for text in collective(self._comparison, (), _texts, group, mine, self.device)]
             if error is not None:
                 raise error
             raise self._disagreement(told, said)
-
-    @cached_property
-    def _told_sizes(self) -> int:
-        """A number that adds up to 0 over all ranks where both ends of each message of a codec say one size."""
-        found = 0
-        for number, sides in enumerate(self.buckets):
-            for side, sign in zip(sides, (1, -1), strict=True):
-                before = Counter[int]()
-                for parcel in (parcel for parcel in side.parcels if parcel.codec is not None):
-                    before[parcel.peer] += 1
-                    ends = (self.move.rank, self.ranks[parcel.peer])[::sign]
-                    text = f"{number} {ends} {before[parcel.peer]} {parcel.size} {parcel.values}"
-                    found += sign * int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
-        return found
-
-    def _agree_on_sizes(self, told: int) -> None:
-        """`DesyncError` on all ranks where the codecs of two ranks say other sizes of one message."""
-        group = self.group
-        if group is None or all(one.codec is None for one in self.move.tensors):
-            return
-        found = torch.tensor([told], dtype=torch.int64, device=self.device)
-        collective(self._operation, (), _added_up, group, found)
-        if found.item():
-            raise DesyncError(
-                f"{self.said}: the codecs of ranks say other sizes of one message; nbytes is the same on all ranks"
-            )
-
-    def _agree_on_codec(self) -> None:
-        """`DesyncError` on all ranks where a codec has failed on one: its messages have had no meaning."""
-        group = self.group
-        if group is None or all(one.codec is None for one in self.move.tensors):
-            return
-        failed = torch.tensor([self.wrong is not None], dtype=torch.int64, device=self.device)
-        collective(self._operation, (), _greatest, group, failed)
-        if failed.item():
-            mine = "" if self.wrong is None else raised_text(self.wrong)
-            told = map(json.loads, collective(self._operation, (), _texts, group, json.dumps(mine), self.device))
-            lines = [f"\n  rank {rank}: {text}" for rank, text in zip(self.ranks, told, strict=True) if text]
-            self.arrived = -1
-            raise DesyncError(
-                f"{self.said}: the codec failed{''.join(lines[:_NAMES_SHOWN])}\n{self._state()}"
-            ) from self.wrong
 
     def _end_group(self, failed: DesyncError) -> None:
         """End a group whose backend has failed, if it is of transfers alone: the next transfer connects anew."""
@@ -767,22 +651,8 @@ def check_writable(name: str, x: torch.Tensor) -> None:
         )
 
 
-def _added_up(group: dist.ProcessGroup, state: torch.Tensor) -> None:
-    communicator(group, state.dtype, True).all_reduce(state, "sum", True)
-
-
 def _greatest(group: dist.ProcessGroup, state: torch.Tensor) -> None:
     communicator(group, state.dtype, True).all_reduce(state, "max", True)
-
-
-def _lists_text(lists: Lists | None) -> str:
-    """Lists of pages in two lines."""
-    sides = zip(("sources", "targets"), lists or (), strict=False)
-    return "".join([f"\n{len(each)} pages of the {side}, {_digest(str(each))}: {shown(each)}" for side, each in sides])
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[str]:

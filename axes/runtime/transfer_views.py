@@ -1,9 +1,9 @@
 """Tensors of a transfer as views: boxes of what is carried, in this rank's tiles of the users' tensors.
 
-What is carried may be all of a tensor, a part of one that layout rules say, or some pages of it. A box is a view of the
-tile in each case, and packing is a copy from views to a buffer:
+What is carried may be all of a tensor, or a part of one that layout rules say. A box is a view of the
+tile in both cases, and packing is a copy from views to a buffer:
 
-    views = TileViews(move, device)
+    views = TileViews(move)
     for start, view in views.lying(number, boxes, 0, tile):      # of the source (0), at `start` of the message
         ...
 
@@ -12,7 +12,6 @@ Views are found once for the tensors of a call, and kept for as long as `identit
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,51 +19,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from axes.algebra.buckets import Carriage
 from axes.algebra.chunks import Box, Tile
-from axes.algebra.page_links import PageLink
 from axes.algebra.piece_links import PieceLink
-from axes.algebra.transfer_ends import Codec
 from axes.algebra.transfers import Transfer
 from axes.runtime import torch_private
 from axes.runtime.packing import Part, arranged, laid, slices_of
 
-
-class PageView:
-    """A box of some pages of a tensor: what a view is, where the pages lie apart.
-
-    x: the box along the other dims, of all pages. index: the pages, along `dim`.
-    """
-
-    def __init__(self, x: torch.Tensor, dim: int, index: torch.Tensor):
-        self.x, self.dim, self.index = x, dim, index
-        self.shape = torch.Size((*x.shape[:dim], len(index), *x.shape[dim + 1 :]))
-
-    def numel(self) -> int:
-        """Its elements."""
-        return self.shape.numel()
-
-    def read(self) -> torch.Tensor:
-        """The elements, in a tensor of their own."""
-        return _as_numbers(self.x).index_select(self.dim, self.index).view(self.x.dtype)
-
-    def write(self, x: torch.Tensor) -> None:
-        """Write them."""
-        _as_numbers(self.x).index_copy_(self.dim, self.index, _as_numbers(x.to(self.x.dtype)))
-
-
-def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """The same bytes in a dtype that can be indexed on every device."""
-    return x if x.element_size() > 8 else x.view(_INDEXED[x.element_size()])
-
-
-_INDEXED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element: what torch indexes everywhere; not so most unsigned dtypes, and those of 8 bits."""
-
-
-View: TypeAlias = "torch.Tensor | PageView"
-
-Views: TypeAlias = list[View]
+Views: TypeAlias = list[torch.Tensor]
 
 
 class LinkedTile:
@@ -101,31 +62,15 @@ class LinkedTile:
 class TileViews:
     """Boxes of what a transfer carries, as views of this rank's tiles. side: of the source (0), or the target (1)."""
 
-    def __init__(self, move: Transfer, device: torch.device):
-        self.move, self.device = move, device
-        self.indices: dict[Any, torch.Tensor] = {}
+    def __init__(self, move: Transfer):
+        self.move = move
 
-    def take_pages(self, listed: Transfer) -> None:
-        """Look at these pages from now on, as many of each rank as before: views that there are show them, too."""
-        self.move = listed
-        left = {*self.indices}
-        for one, side in itertools.product(listed.tensors, (0, 1)):
-            if (key := self._index_key(one, side)) in left:
-                left.remove(key)
-                self.indices[key].copy_(self._index_of(one, side))
-
-    def box(self, number: int, side: int, tile: torch.Tensor, box: Box) -> View:
+    def box(self, number: int, side: int, tile: torch.Tensor, box: Box) -> torch.Tensor:
         """A box of what is carried, in this rank's tile of a tensor."""
         one = self.move.tensors[number]
         if one.link is None:
             return tile[slices_of(box)]
-        if isinstance(one.link, PieceLink):
-            return self._linked(number, one.link, side).box(tile, box)
-        key = self._index_key(one, side)
-        if (index := self.indices.get(key)) is None:
-            index = self.indices[key] = self._index_of(one, side)
-        within, dim = slices_of(box), one.link.dim
-        return PageView(tile[(*within[:dim], slice(None), *within[dim + 1 :])], dim, index[within[dim]])
+        return self._linked(number, one.link, side).box(tile, box)
 
     def _linked(self, number: int, link: PieceLink, side: int) -> LinkedTile:
         one = self.move.tensors[number]
@@ -133,53 +78,34 @@ class TileViews:
         assert tile is not None, "what is exchanged is of a tile that the rank has"
         return LinkedTile(link, side, tile)
 
-    def lying(self, number: int, boxes: Sequence[Part], side: int, tile: torch.Tensor) -> Iterator[tuple[int, View]]:
+    def lying(
+        self, number: int, boxes: Sequence[Part], side: int, tile: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Boxes of what is carried as views of the tile, as few as can be, with where each begins in their message."""
         link = self.move.tensors[number].link
-        if isinstance(link, PieceLink):
+        if link is not None:
             yield from self._linked(number, link, side).views(tile, boxes)
             return
-        if link is None and tile.is_contiguous():
+        if tile.is_contiguous():
             for start, grid in laid(arranged(boxes), tuple(tile.shape), (1,) * tile.dim()):
                 yield start, grid.of(tile)
             return
         for start, box in boxes:
             yield start, self.box(number, side, tile, box)
 
-    def _index_key(self, one: Carriage, side: int) -> Any:
-        assert isinstance(one.link, PageLink), "pages have an index"
-        ends = one.source, one.target
-        return side, ends[side].universe, *[end.dims[one.link.dim] for end in ends]
-
-    def _index_of(self, one: Carriage, side: int) -> torch.Tensor:
-        """The pages of the list that this rank has, as numbers in its tile."""
-        assert isinstance(one.link, PageLink), "pages have an index"
-        found = one.link.index(side, (one.source, one.target)[side], self.move.rank)
-        return torch.tensor(found, dtype=torch.int64, device=self.device)
-
 
 @dataclass
 class MessageCopy:
-    """What is copied for a message: views of a buffer, and views of the tensors.
-
-    codec: what encodes the values that are packed, or decodes those that have arrived. coded: the message.
-    """
+    """What is copied for a message: views of a buffer, and views of the tensors."""
 
     staged: Views
     lying: Views
-    codec: Codec | None = None
-    values: torch.Tensor | None = None
-    coded: torch.Tensor | None = None
 
 
 def copy_views(to: Views, origin: Views) -> None:
     """Copy each view of `origin` to that of `to`, which may have another dtype."""
-    pages = [pair for pair in zip(to, origin, strict=True) if any(isinstance(each, PageView) for each in pair)]
-    for one, two in pages:
-        x = two.read() if isinstance(two, PageView) else two
-        one.write(x) if isinstance(one, PageView) else one.copy_(x)
-    if to and not pages:  # where there are any, all tensors have pages
-        torch_private.copy_all(to, origin)  # type: ignore[arg-type]
+    if to:
+        torch_private.copy_all(to, origin)
 
 
 def identity_of(x: torch.Tensor | None) -> tuple[Any, ...] | None:
