@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from axes.algebra.errors import ShardingError as ShardingError
     from axes.algebra.errors import SizeError as SizeError
     from axes.algebra.layout import Layout as Layout
-    from axes.algebra.layout_rules import LayoutRules as LayoutRules
     from axes.algebra.logical import Rules as Rules
     from axes.algebra.logical import use_rules as use_rules
     from axes.algebra.mesh import Axis as Axis
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from axes.algebra.plan import Plan as Plan
     from axes.algebra.plan import plan as plan
     from axes.algebra.sharding import Sharding as Sharding
-    from axes.algebra.transfers import transfer as transfer
     from axes.nn.annotations import annotate as annotate
     from axes.nn.constrain import constrain as constrain
     from axes.nn.functions import argmax as argmax
@@ -82,7 +80,6 @@ if TYPE_CHECKING:
     from axes.runtime.groups import GroupOptions as GroupOptions
     from axes.runtime.groups import destroy_process_groups as destroy_process_groups
     from axes.runtime.groups import process_groups as process_groups
-    from axes.runtime.jobs import connect as connect
     from axes.runtime.launch import launch as launch
     from axes.runtime.sharded import from_local as from_local
     from axes.runtime.sharded import shard as shard
@@ -94,17 +91,20 @@ if TYPE_CHECKING:
     from axes.runtime.world import init_mesh as init_mesh
     from axes.show.explain import explain as explain
     from axes.show.show import show as show
+    from axes.transfers.jobs import connect as connect
+    from axes.transfers.layout_rules import LayoutRules as LayoutRules
+    from axes.transfers.transfers import transfer as transfer
 
 _HOME = {
     "axes.algebra.cost": ("CostModel",),
     "axes.algebra.errors": ("AxesError", "DesyncError", "ExpressionError", "MeshError", "ShardingError", "SizeError"),
     "axes.algebra.layout": ("Layout",),
-    "axes.algebra.layout_rules": ("LayoutRules",),
+    "axes.transfers.layout_rules": ("LayoutRules",),
     "axes.algebra.logical": ("Rules", "use_rules"),
     "axes.algebra.mesh": ("Axis", "Mesh", "use_mesh"),
     "axes.algebra.plan": ("Plan", "plan"),
     "axes.algebra.sharding": ("Sharding",),
-    "axes.algebra.transfers": ("transfer",),
+    "axes.transfers.transfers": ("transfer",),
     "axes.nn.annotations": ("annotate",),
     "axes.nn.constrain": ("constrain",),
     "axes.nn.functions": (
@@ -139,7 +139,7 @@ _HOME = {
     "axes.runtime.check": ("debug",),
     "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
     "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),
-    "axes.runtime.jobs": ("connect",),
+    "axes.transfers.jobs": ("connect",),
     "axes.runtime.launch": ("launch",),
     "axes.runtime.sharded": ("from_local", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
     "axes.runtime.simulate": ("simulate",),
@@ -156,6 +156,7 @@ __all__ = sorted([*_MODULE_OF, *_FOLDERS])
 _providers.provide(
     runtime=functools.lru_cache(maxsize=1)(lambda: importlib.import_module("axes.runtime.bridge")),
     pictures=lambda: importlib.import_module("axes.show.show"),
+    transfers=functools.lru_cache(maxsize=1)(lambda: importlib.import_module("axes.transfers.transfer_runs")),
 )
 
 # `axes.show` is a function, and it lives in a folder of the same name. The first import of a folder binds its name,

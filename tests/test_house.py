@@ -1,6 +1,6 @@
 """The house rules that a machine can check: lint, types, layers and private API.
 
-Nothing imports what is above it (algebra < runtime < ops < extension < nn < show), the algebra needs the
+Nothing imports what is above it (algebra < runtime < ops < extension < transfers < nn < show), the algebra needs the
 standard library alone, and one file holds every use of torch's private API. The checks read the
 syntax trees, so an import inside a function counts as well.
 """
@@ -24,7 +24,7 @@ import axes
 from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("algebra", "runtime", "ops", "extension", "nn", "show")
+LAYERS = ("algebra", "runtime", "ops", "extension", "transfers", "nn", "show")
 PRIVATE = Path("axes/runtime/torch_private.py")
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
@@ -104,44 +104,114 @@ def test_no_module_imports_what_is_above_it():
 
 
 STILL_INSIDE = {
-    "axes.algebra.chunks": {"nested_chunk"},
-    "axes.algebra.logical": {"ambient_rules", "checked_rules"},
-    "axes.algebra.mesh": {"ambient_mesh", "checked_mesh", "required_mesh"},
-    "axes.algebra.name_patterns": {"NamePatterns"},
-    "axes.algebra.sizes": {
-        "checked_flag",
-        "checked_size",
-        "checked_texts",
-        "given_sizes",
-        "tuple_of",
-        "whole_number",
-        "written_sizes",
+    "nn": {
+        "axes.algebra.chunks": {"nested_chunk"},
+        "axes.algebra.logical": {"ambient_rules", "checked_rules"},
+        "axes.algebra.mesh": {"ambient_mesh", "checked_mesh", "required_mesh"},
+        "axes.algebra.name_patterns": {"NamePatterns"},
+        "axes.algebra.sizes": {
+            "checked_flag",
+            "checked_size",
+            "checked_texts",
+            "given_sizes",
+            "tuple_of",
+            "whole_number",
+            "written_sizes",
+        },
+        "axes.ops.arguments": {"NamedSpecs"},
+        "axes.ops.autocast": {"of_function"},
+        "axes.ops.module_regions": {"note_sharded", "without_regions", "without_same"},
+        "axes.ops.regions": {"read_region"},
+        "axes.runtime.factories": {"agreed_seeds", "positions"},
+        "axes.runtime": {"flags", "torch_private"},
+        "axes.runtime.graphs": {"read_once"},
+        "axes.runtime.leaves": {"resolving", "used"},
+        "axes.runtime.places": {"within"},
+        "axes.runtime.sharded": {"shard_on_mesh", "sharding_in_torch", "spec_by_rules", "take_shard"},
+        "axes.runtime.transforms": {"as_plain", "check_dense", "check_not_wrapped", "check_transforms"},
     },
-    "axes.ops.arguments": {"NamedSpecs"},
-    "axes.ops.autocast": {"of_function"},
-    "axes.ops.module_regions": {"note_sharded", "without_regions", "without_same"},
-    "axes.ops.regions": {"read_region"},
-    "axes.runtime.factories": {"agreed_seeds", "positions"},
-    "axes.runtime": {"flags", "torch_private"},
-    "axes.runtime.graphs": {"read_once"},
-    "axes.runtime.leaves": {"resolving", "used"},
-    "axes.runtime.places": {"within"},
-    "axes.runtime.sharded": {"shard_on_mesh", "sharding_in_torch", "spec_by_rules", "take_shard"},
-    "axes.runtime.transforms": {"as_plain", "check_dense", "check_not_wrapped", "check_transforms"},
+    "transfers": {
+        "axes.algebra": {"grammar", "providers"},
+        "axes.algebra.chunks": {
+            "Box",
+            "Runs",
+            "Tile",
+            "count",
+            "intersection",
+            "largest_chunk",
+            "merged",
+            "tile_shape",
+            "volume",
+        },
+        "axes.algebra.errors": {"shortened", "shown", "suggestion", "wrong_dims"},
+        "axes.algebra.grammar": {"Factor", "Spec", "parse_blocks", "parse_spec"},
+        "axes.algebra.layout": {"Universe", "digits"},
+        "axes.algebra.mesh": {"checked_mesh", "required_mesh"},
+        "axes.algebra.name_patterns": {"NameIndex", "NamePatterns"},
+        "axes.algebra.placements": {"check_torch_can"},
+        "axes.algebra.plan": {"bytes_text", "dtype_name", "itemsize_of"},
+        "axes.algebra.planning.exchange": {
+            "Exchange",
+            "GroupExchange",
+            "GroupSide",
+            "Message",
+            "Pieces",
+            "group_between",
+            "pieces_of",
+            "ranks_of_both",
+        },
+        "axes.algebra.sharding": {"Names", "Slot", "Slots"},
+        "axes.algebra.sizes": {
+            "checked_rank",
+            "checked_tensor_shape",
+            "given_sizes",
+            "tuple_of",
+            "whole_number",
+            "whole_numbers",
+            "written_sizes",
+        },
+        "axes.algebra.specs": {"check_same_dims", "parsed_sharding"},
+        "axes.runtime": {"torch_private"},
+        "axes.runtime.agreement": {
+            "Barrier",
+            "LINGER_SECONDS",
+            "Member",
+            "MissedError",
+            "agree_at",
+            "asked",
+            "in_time",
+            "leave_word",
+            "note_key",
+            "polled",
+            "ranks_text",
+            "refuse",
+        },
+        "axes.runtime.check": {"collective", "heard"},
+        "axes.runtime.communicator": {"communicator"},
+        "axes.runtime.groups": {"abort_group_of", "as_timeout", "current_world", "group_of", "of_world"},
+        "axes.runtime.linear": {"count_writes"},
+        "axes.runtime.packing": {"Part", "Shape", "arranged", "elements_of", "laid", "slices_of"},
+        "axes.runtime.programs": {"name_of"},
+        "axes.runtime.sharded": {"dtensor_of"},
+        "axes.runtime.torch_placements": {"sharding_of_spec"},
+        "axes.runtime.trace": {"Operation"},
+        "axes.runtime.transforms": {"check_dense", "is_dense"},
+    },
 }
-"""What `axes.nn` imports beside public names of `axes` and those of `axes.extension`. It only ever gets shorter."""
+"""What packages around the core import beside public names of `axes` and those of `axes.extension`. It only gets shorter."""
 
 
-def test_nn_imports_public_names_and_those_of_the_extension_alone():
+@pytest.mark.parametrize("folder", STILL_INSIDE)
+def test_a_package_around_the_core_imports_public_names_and_those_of_the_extension_alone(folder):
     public = {(module, name) for module, names in axes._HOME.items() for name in names}
     found: dict[str, set[str]] = {}
-    for path in (path for path in MODULES if path.parts[1] == "nn"):
+    for path in (path for path in MODULES if path.parts[1] == folder):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("axes."):
                 inside = {each.name for each in node.names if (node.module, each.name) not in public}
-                if inside and node.module != "axes.extension" and layer(str(node.module)) != LAYERS.index("nn"):
+                if inside and node.module != "axes.extension" and layer(str(node.module)) != LAYERS.index(folder):
                     found.setdefault(str(node.module), set()).update(inside)
-    assert found == STILL_INSIDE
+    assert found == STILL_INSIDE[folder]
 
 
 NAMES = {module_name(path): path for path in MODULES}

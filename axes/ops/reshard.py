@@ -8,19 +8,18 @@ y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: wha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from axes.algebra import providers
 from axes.algebra.errors import ExpressionError, ShardingError, shortened, shown, suggestion
 from axes.algebra.expressions.reading import read
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
-from axes.algebra.transfers import Like, Transfer, transfer
 from axes.ops.global_view import Grad
 from axes.ops.request import Request, T, apply, meant, requested
 from axes.runtime import torch_private
@@ -30,7 +29,6 @@ from axes.runtime.redistribute import Dtypes, check_takes_part
 from axes.runtime.routes import resharded
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transfer_runs import carry_out
 from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_transforms
 
 
@@ -149,9 +147,6 @@ def _check_dims(text: str, ndim: int) -> None:
 
 # --- many tensors at once: one exchange for a bucket of them, in place of collectives for each
 
-Kind = tuple[str, Sharding, Sharding, tuple[int, ...], str]
-"""A tensor that a transfer moves: its name, how it lies and will lie, its shape and its dtype."""
-
 
 def _many(tensors: Mapping[str, Any], request: Request) -> dict[str, DTensor]:
     """DTensors by name, in shardings by the same names.
@@ -183,7 +178,7 @@ def _many(tensors: Mapping[str, Any], request: Request) -> dict[str, DTensor]:
             if pair[0] != pair[1] and all(not s.pending and s.mesh.size == s.mesh.universe.size for s in pair)
         ]
     )
-    found = carry_out(_transfer(kinds), {name: tensors[name] for name, *_ in kinds}, None) if kinds else {}
+    found = providers.transfers().carry_kinds(kinds, tensors) if kinds else {}
     for name, _, target, shape, _ in kinds:
         if name not in found:  # this rank isn't one of the target's, and has nothing of it
             nothing = torch_private.local_of(tensors[name]).new_empty((0,))
@@ -212,10 +207,3 @@ def _check_named(tensors: Mapping[str, Any], specs: Any) -> None:
                 f"axes.reshard of many has no gradient, and {shortened(name)} needs one; reshard it by itself, or use "
                 "torch.no_grad()"
             )
-
-
-@functools.lru_cache(maxsize=64)
-def _transfer(kinds: tuple[Kind, ...]) -> Transfer:
-    sources = {name: source for name, source, *_ in kinds}
-    targets = {name: target for name, _, target, *_ in kinds}
-    return transfer(sources, targets, shapes={name: Like(shape, dtype) for name, _, _, shape, dtype in kinds})

@@ -11,11 +11,9 @@ from axes.runtime.groups import abort_groups as abort
 from axes.runtime.groups import create_groups, current_world
 from axes.runtime.groups import group_of as group
 from axes.runtime.torch_placements import torch_placements as placements
-from axes.runtime.transfer_runs import carry_out
 
 __all__ = [
     "abort",
-    "carry_out",
     "create_groups",
     "device_mesh",
     "from_device_mesh",

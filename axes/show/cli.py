@@ -34,11 +34,11 @@ from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, bytes_text
 from axes.algebra.plan import plan as plan_of
-from axes.algebra.transfer_ends import names_in_spec
-from axes.algebra.transfers import Like, Transfer, transfer
 from axes.show import timeline
 from axes.show.show import show
 from axes.show.transfer_sheet import facts_of_transfer
+from axes.transfers.transfer_ends import names_in_spec
+from axes.transfers.transfers import Like, Transfer, transfer
 
 P = ParamSpec("P")
 

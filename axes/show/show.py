@@ -23,7 +23,6 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number
-from axes.algebra.transfers import Transfer
 from axes.show.explanation_sheet import sheet_of_explanation
 from axes.show.in_html import page_of, part_of_page
 from axes.show.in_svg import svg_of
@@ -34,6 +33,7 @@ from axes.show.plan_sheet import sheet_of_plan
 from axes.show.sharding_sheet import sheet_of_sharding
 from axes.show.terminal import rich_text, room_of, written
 from axes.show.transfer_sheet import seen_transfer, sheet_of_transfer
+from axes.transfers.transfers import Transfer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

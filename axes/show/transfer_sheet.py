@@ -3,7 +3,7 @@
 All of it is read off the `Transfer` that runs: its tensors and buckets, and what its views from ranks send and receive.
 
 >>> from axes.algebra.mesh import Mesh
->>> from axes.algebra.transfers import transfer
+>>> from axes.transfers.transfers import transfer
 >>> from axes.show.in_text import lines_of, plain
 >>> from axes.show.panels import Room
 >>> trainer, server = Mesh("fsdp=2"), Mesh("tp=2", ranks=range(2, 4))
@@ -43,13 +43,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from axes.algebra.buckets import Carriage, TensorPiece
 from axes.algebra.errors import MeshError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text, time_text
-from axes.algebra.transfers import BucketTraffic, Transfer
 from axes.show.panels import Board, Cell, Head, Listing, Remark, Room, Sheet
 from axes.show.rank_text import LEFT_OUT, folded, short_ranks
+from axes.transfers.buckets import Carriage, TensorPiece
+from axes.transfers.transfers import BucketTraffic, Transfer
 
 MOST_ROWS = 6
 """Rows of a table of tensors, meshes or buckets in a picture; an explanation has all buckets of a rank."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import axes
-from axes.algebra.transfers import Transfer
-from axes.runtime.transfer_runs import run_of
+from axes.transfers.transfer_runs import run_of
+from axes.transfers.transfers import Transfer
 from tests.bench.measure import Times, benchmark, printed_by
 
 RANKS, BLOCKS, WIDTH, ROUNDS = 8, 25, 560, 8

@@ -15,12 +15,12 @@ from typing import Any
 from axes.algebra.errors import MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Universe, digits
-from axes.algebra.layout_rules import LayoutRules
 from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sharding import Names, Sharding, Slot, Slots
 from axes.algebra.sizes import given_sizes
 from axes.algebra.specs import parsed_sharding
+from axes.transfers.layout_rules import LayoutRules
 
 End = str | Sharding
 Meshes = Mesh | Mapping[str, Mesh]

@@ -25,9 +25,9 @@ from typing import Any
 
 from axes.algebra.chunks import Tile
 from axes.algebra.layout import Universe
-from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import itemsize_of
 from axes.algebra.sharding import Sharding
+from axes.transfers.piece_links import PieceLink
 
 Kind = tuple[Sharding, Sharding, tuple[int, ...], PieceLink | None]
 """Source, target, shape and link: what an exchange follows from. Many tensors of a model have it in common."""

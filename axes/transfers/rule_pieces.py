@@ -20,8 +20,8 @@ from typing import NamedTuple
 from axes.algebra import grammar
 from axes.algebra.errors import SizeError
 from axes.algebra.grammar import Factor, Spec
-from axes.algebra.layout_pieces import LayoutPiece, PieceDim, simplified, whole_piece
-from axes.algebra.layout_rule import Pair, pairs_of
+from axes.transfers.layout_pieces import LayoutPiece, PieceDim, simplified, whole_piece
+from axes.transfers.layout_rule import Pair, pairs_of
 
 Shape = tuple[int, ...]
 Run = tuple[str, ...]

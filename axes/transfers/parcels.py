@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from axes.algebra.buckets import Carriage, part_of
 from axes.algebra.chunks import Box
-from axes.algebra.layout_pieces import cut_box
 from axes.algebra.planning.exchange import Message
-from axes.algebra.transfers import Transfer
 from axes.runtime.packing import Part, elements_of
+from axes.transfers.buckets import Carriage, part_of
+from axes.transfers.layout_pieces import cut_box
+from axes.transfers.transfers import Transfer
 
 DIRECT = 2**18
 """Bytes of a piece from which it has a message of its own, without a copy where its memory lies right."""

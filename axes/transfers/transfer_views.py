@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import torch
 
 from axes.algebra.chunks import Box, Tile
-from axes.algebra.piece_links import PieceLink
-from axes.algebra.transfers import Transfer
 from axes.runtime import torch_private
 from axes.runtime.packing import Part, arranged, laid, slices_of
+from axes.transfers.piece_links import PieceLink
+from axes.transfers.transfers import Transfer
 
 Views: TypeAlias = list[torch.Tensor]
 

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import Spec, parse_blocks
-from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
-from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, sizes_of_rule
 from axes.algebra.name_patterns import NameIndex
-from axes.algebra.rule_pieces import Shape, SolvedRule, solved_pieces
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
+from axes.transfers.layout_pieces import LayoutPiece, whole_piece, without_overlap
+from axes.transfers.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, sizes_of_rule
+from axes.transfers.rule_pieces import Shape, SolvedRule, solved_pieces
 
 Table = Mapping[str | tuple[str, ...] | None, str | tuple[str, ...] | None]
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from axes.algebra.chunks import Box, Runs, Tile, count, largest_chunk, merged
 from axes.algebra.layout import Layout
-from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run, cut_box
 from axes.algebra.planning.exchange import Pieces, pieces_of
 from axes.algebra.sharding import Sharding, Slots
+from axes.transfers.layout_pieces import LayoutPiece, PieceDim, boxes_in_run, cut_box
 
 Shape = tuple[int, ...]
 

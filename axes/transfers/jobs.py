@@ -49,24 +49,24 @@ from axes.algebra.errors import (
     wrong_dims,
 )
 from axes.algebra.layout import Layout
-from axes.algebra.layout_rules import LayoutRules, Table
 from axes.algebra.mesh import Mesh, checked_mesh
 from axes.algebra.planning.exchange import pieces_of
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of
 from axes.algebra.specs import parsed_sharding
-from axes.algebra.transfer_ends import on_own_ranks
-from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree_at
 from axes.runtime.check import heard
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.programs import name_of
-from axes.runtime.rendezvous import GRACE, JobCall, Pair, Rendezvous, connection_prefix
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Operation
-from axes.runtime.transfer_runs import TransferRun, check_memory, check_writable
 from axes.runtime.transforms import check_dense
+from axes.transfers.layout_rules import LayoutRules, Table
+from axes.transfers.rendezvous import GRACE, JobCall, Pair, Rendezvous, connection_prefix
+from axes.transfers.transfer_ends import on_own_ranks
+from axes.transfers.transfer_runs import TransferRun, check_memory, check_writable
+from axes.transfers.transfers import Like, Transfer, transfer
 
 _ADVICE = "All ranks of the mesh call it alike, in the same order"
 

@@ -37,20 +37,22 @@ from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError
 from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.transfers import Transfer
-from axes.runtime import parcels, torch_private
+from axes.algebra.sharding import Sharding
+from axes.runtime import torch_private
 from axes.runtime.agreement import MissedError, ranks_text
 from axes.runtime.check import collective
 from axes.runtime.communicator import communicator
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
 from axes.runtime.linear import count_writes
 from axes.runtime.packing import Shape
-from axes.runtime.parcels import BucketSide, parcels_of
 from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Operation
-from axes.runtime.transfer_views import (
+from axes.runtime.transforms import check_dense, is_dense
+from axes.transfers import parcels
+from axes.transfers.parcels import BucketSide, parcels_of
+from axes.transfers.transfer_views import (
     MessageCopy,
     TileViews,
     Views,
@@ -60,7 +62,7 @@ from axes.runtime.transfer_views import (
     is_freed,
     is_written_twice,
 )
-from axes.runtime.transforms import check_dense, is_dense
+from axes.transfers.transfers import Like, Transfer, transfer
 
 _NAMES_SHOWN = 8
 _SPECS_SHOWN = 2
@@ -83,6 +85,22 @@ def carry_out(move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any
         return {}
     with torch.no_grad():
         return run(tensors, into)
+
+
+TransferKind = tuple[str, Sharding, Sharding, Shape, str]
+"""A tensor that moves: its name, how it lies and will lie, its shape and its dtype."""
+
+
+def carry_kinds(kinds: tuple[TransferKind, ...], tensors: Mapping[str, DTensor]) -> dict[str, Any]:
+    """Carry out the transfer of these tensors by name: what `axes.reshard` of many is."""
+    return carry_out(_transfer_of(kinds), {name: tensors[name] for name, *_ in kinds}, None)
+
+
+@functools.lru_cache(maxsize=64)
+def _transfer_of(kinds: tuple[TransferKind, ...]) -> Transfer:
+    sources = {name: source for name, source, *_ in kinds}
+    targets = {name: target for name, _, target, *_ in kinds}
+    return transfer(sources, targets, shapes={name: Like(shape, dtype) for name, _, _, shape, dtype in kinds})
 
 
 @of_world(32)

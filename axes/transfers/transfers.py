@@ -7,8 +7,8 @@
 A rank that needs an element gets it once: its own copy where it has one, else from a rank that holds it. Ranks that
 have the same share the sending, within a node first (see `axes.algebra.planning.exchange`).
 
-Tensors go in buckets, one exchange each (see `axes.algebra.buckets`). What goes in which follows from bounds that hold
-for every rank, so that each rank plans its own part by itself.
+Tensors go in buckets, one exchange each (see `axes.transfers.buckets`). What goes in which follows from bounds for
+all ranks, so that each rank plans its own part by itself.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from functools import cached_property
 from typing import Any
 
 from axes.algebra import providers
-from axes.algebra.buckets import Carriage, Kind, TensorPiece, bucketed, firsts, part_of
 from axes.algebra.chunks import Tile, volume
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
-from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
 from axes.algebra.mesh import Mesh
-from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
 from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
 from axes.algebra.specs import check_same_dims
-from axes.algebra.transfer_ends import End, EndsOfSpecs, Meshes, by_name, check_patterns, meshes_by_name
+from axes.transfers.buckets import Carriage, Kind, TensorPiece, bucketed, firsts, part_of
+from axes.transfers.layout_pieces import LayoutPiece, whole_piece, without_overlap
+from axes.transfers.layout_rules import LayoutChange, LayoutRules, Table
+from axes.transfers.piece_links import PieceLink
+from axes.transfers.transfer_ends import End, EndsOfSpecs, Meshes, by_name, check_patterns, meshes_by_name
 
 _NODE = 8
 
@@ -126,7 +126,7 @@ class Transfer(providers.Pictured):
         Raises `ShardingError` for a tensor that isn't the shard that the plan says, on every rank, before anything is
         sent; `DesyncError` where ranks have other plans, or where a rank fails: it says which tensors are whole.
         """
-        return providers.runtime("a transfer").carry_out(self, tensors, into)
+        return providers.transfers().carry_out(self, tensors, into)
 
     def __getstate__(self) -> dict[str, Any]:
         """What it was made of; what follows from that is found again."""
