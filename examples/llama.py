@@ -190,7 +190,7 @@ def train(options: Options) -> Curves:
 
 
 def build(mesh: axes.Mesh) -> tuple[nn.Module, Callable[[], None]]:
-    """A model and a step of its training, as `python -m axes lock` asks for them: llama.lock has what they are."""
+    """A model and a step of its training, as `python -m axes explain` asks for them: llama.lock has what they are."""
     options = Options(batch=4 * mesh.names["dp"])
     model = made(options, mesh)
     run = forward_backward(model, loss_on(mesh), mesh, options.microbatches, options.schedule)

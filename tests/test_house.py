@@ -291,12 +291,7 @@ def test_a_function_has_one_name_in_the_whole_library():
 
 # What a function may import, and why it isn't imported at the top of the file.
 IMPORTED_LATE = {
-    "axes/__main__.py": ["click", "axes.show.cli"],  # an extra: who lacks it is told so
-    "axes/show/cli.py": [
-        "axes.show.demo",
-        "axes.show.explain",
-        "axes.show.lock",
-    ],  # import torch, which no other command waits for
+    "axes/show/cli.py": ["axes.show.explain", "axes.show.lock"],  # import torch, which no other verb waits for
     "axes/nn/weight_files.py": ["safetensors"],  # an extra: who reads such files has installed it
     "axes/runtime/agent.py": ["torch"],  # who launches a program needs no torch: it is the ranks that have it
     "axes/runtime/launch.py": ["torch"],  # the same

@@ -1,4 +1,4 @@
-"""How a model lies on a mesh and what its step sends, as text that a repository keeps: `python -m axes lock`.
+"""How a model lies on a mesh and what its step sends, as text that a repository keeps: `python -m axes explain`.
 
     axes lock 1
     model  train.py:build
@@ -21,72 +21,60 @@ import difflib
 import importlib
 import inspect
 import itertools
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ShardingError, shown, suggestion
+from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.mesh import Mesh
-from axes.runtime import torch_private
+from axes.extension import local, shown, suggestion
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import process_groups
-from axes.runtime.places import is_users, line_of_code
+from axes.runtime.places import is_users
 from axes.runtime.sharded import sharding_of
-from axes.show.recorder import entered_world, explained_step
+from axes.runtime.simulate import simulate
+from axes.runtime.world import init_mesh
+from axes.show.recorder import explained_step
 
 VERSION = 1
 """The version of the text: a line of another form is another version."""
 
-_ABOUT = "# Written by `python -m axes lock`, and compared by `python -m axes lock --check`."
+_ABOUT = "# Written by `python -m axes explain`, and compared by `python -m axes explain --check FILE`."
 _MOST = 40
 """Lines that a diff shows."""
 
+Line = tuple[str, ...]
+"""A line in cells: of what it is, and what it says."""
 
-@dataclass(frozen=True)
-class Subject:
-    """What a lock is of.
+_WIDTHS = {
+    "group": (14, 12),
+    "parameter": (32, 8, 28, 28),
+    "buffer": (32, 8, 28, 28),
+    "forward": (14, 8, 14, 26),
+    "backward": (14, 8, 14, 26),
+    "total": (14, 16),
+}
+"""How wide the cells behind the first are, or as wide as what stands in them."""
 
-    model: the function that makes the model, as text. declared: the mesh as text, with the sizes of all axes.
-    ranks: those whose part of it is told.
-    """
+
+class Subject(NamedTuple):
+    """What a text is of: the function that makes the model, the mesh with the sizes of all axes, the ranks told of."""
 
     model: str
-    declared: str
-    ranks: tuple[int, ...]
+    mesh: str
+    ranks: Sequence[int]
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh, without a job."""
-        return Mesh(*self.declared.split("; "))
-
-    @property
-    def head(self) -> list[str]:
-        """The first lines of the text, by which it can be made again."""
-        ranks = " ".join(map(str, self.ranks))
-        head = [f"axes lock {VERSION}", f"model  {self.model}", f"mesh   {self.declared}", f"ranks  {ranks}"]
-        return [_ABOUT, *head]
-
-
-def subject_of(text: str, file: str) -> Subject:
-    """What the lock in a file is of, by its first lines; `AxesError` where they aren't those of a lock."""
-    head = text.split("\n\n", 1)[0].splitlines()
-    words = (line.partition(" ") for line in head if not line.startswith("#"))
-    lines = {name: value.strip() for name, _, value in words}
-    version = lines.get("axes", "").removeprefix("lock ")
-    if version != str(VERSION):
-        what = f"is of version {version}, and this is version {VERSION}" if version.isdecimal() else "isn't a lock"
-        raise AxesError(f"{file} {what}; write it anew: python -m axes lock {file} --model MODEL --mesh MESH")
-    missing = [name for name in ("model", "mesh", "ranks") if not lines.get(name)]
-    ranks = lines.get("ranks", "").split()
-    if missing or not all(rank.isdecimal() for rank in ranks):
-        raise AxesError(f"{file} has no line '{(missing or ['ranks'])[0]}  ...' that can be read")
-    return Subject(lines["model"], lines["mesh"], tuple(map(int, ranks)))
+    def command(self) -> str:
+        """What writes the text."""
+        ranks = [f"--rank {rank}" for rank in self.ranks if len(self.ranks) > 1 or rank]
+        return shlex.join(["python", "-m", "axes", "explain", self.model, "--mesh", self.mesh]) + " ".join(["", *ranks])
 
 
 def with_all_sizes(mesh: Mesh, text: str) -> str:
@@ -99,64 +87,75 @@ def with_all_sizes(mesh: Mesh, text: str) -> str:
     return "; ".join(filter(None, (mesh.declaration.partition(";")[0], *further)))
 
 
-def locked(subject: Subject) -> list[dict[str, Any]]:
-    """What is locked of each rank, as data: groups, parameters, buffers and collectives.
+def explained_model(model: str, mesh: str, ranks: Sequence[int]) -> tuple[str, dict[str, Any]]:
+    """The text of a model on a mesh, and the same as data.
 
     The function makes the model in a simulated world, once for each rank. Raises `AxesError` for a function that
     isn't there, that raises, or that returns something else.
     """
-    with _run_for(subject.model):
-        make = _function(subject.model)
-    return [_locked_rank(subject, make, rank) for rank in subject.ranks]
+    subject = Subject(model, mesh, ranks)
+    with _run_for(model):
+        make = _function(model)
+    parts = {rank: list(_lines_of_rank(subject, make, rank)) for rank in ranks}
+    head = [_ABOUT, f"axes lock {VERSION}", f"model  {model}", f"mesh   {mesh}", f"ranks  {' '.join(map(str, ranks))}"]
+    texts = ["\n".join((f"rank {rank}", *map(_aligned, lines))) for rank, lines in parts.items()]
+    data = [{"rank": rank, "lines": [[*line] for line in lines]} for rank, lines in parts.items()]
+    return "\n\n".join(("\n".join(head), *texts)), {"kind": "model", "model": model, "mesh": mesh, "ranks": data}
 
 
-def text_of_lock(subject: Subject, parts: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a file."""
-    lines = list(subject.head)
-    for part in parts:
-        lines += ["", f"rank {part['rank']}"]
-        if not part["exact"]:
-            lines.append(_line("note", ("bytes of some exchanges are as if other ranks told what this one does", 0)))
-        for rows in (_group_rows(part), _tensor_rows(part), _collective_rows(part), _total_rows(part)):
-            lines += rows
-    return "\n".join(lines) + "\n"
+def compared(file: str) -> tuple[str, dict[str, Any], None, str]:
+    """What has changed since a text was written to a file: lines, data, and an error where there are some."""
+    try:
+        kept = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise AxesError(f"{file} isn't text") from None
+    subject = _subject_of(kept, file)
+    found, facts = explained_model(*subject)
+    changes = _changed_lines(kept, found)
+    told = {**facts, "file": file, "same": not changes, "changes": changes}
+    if not changes:
+        return f"{file}: {subject.model} is as it says", told, None, ""
+    more = len(changes) - _MOST
+    rest = [f"... {more} more lines"] if more > 0 else []
+    wrong = (
+        f"{len(changes)} lines of {file} aren't what {subject.model} does now; if that is meant, write it anew and "
+        f"commit it: {subject.command} > {shlex.quote(file)}"
+    )
+    return "\n".join((*changes[:_MOST], *rest)), told, None, wrong
 
 
-def summary_of_lock(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each rank."""
-    return [
-        f"  rank {part['rank']}: {len(part['parameters'])} parameters, {len(part['groups'])} groups, "
-        f"{sum(each['times'] for each in part['collectives'])} collectives"
-        for part in parts
-    ]
+def _subject_of(text: str, file: str) -> Subject:
+    """What a text is of, by its first lines; `AxesError` where they aren't such."""
+    words = (line.partition(" ") for line in text.split("\n\n", 1)[0].splitlines())
+    lines = {name: value.strip() for name, _, value in words}
+    if lines.get("axes") != f"lock {VERSION}":
+        raise AxesError(
+            f"{file} has no line 'axes lock {VERSION}', so that it isn't of this version; write it anew: "
+            f"python -m axes explain train.py:build --mesh MESH > {file}"
+        )
+    ranks = lines.get("ranks", "").split()
+    if missing := [name for name in ("model", "mesh", "ranks") if not lines.get(name)]:
+        raise AxesError(f"{file} has no line '{missing[0]}  ...'")
+    if not all(rank.isdecimal() for rank in ranks):
+        raise AxesError(f"{file} has 'ranks  {lines['ranks']}', and ranks are numbers, like 'ranks  0 8'")
+    return Subject(lines["model"], lines["mesh"], [*map(int, ranks)])
 
 
-def changed_lines(kept: str, found: str) -> list[str]:
-    """The lines that only one of two locks has, each behind `-` or `+`, and behind the rank where there are several."""
+def _changed_lines(kept: str, found: str) -> list[str]:
+    """The lines that only one of two texts has, each behind `-` or `+`, and behind the rank where there are several."""
     changes: list[str] = []
     before, after = _by_rank(kept), _by_rank(found)
     for rank in dict.fromkeys((*before, *after)):
         lines = difflib.unified_diff(before.get(rank, []), after.get(rank, []), lineterm="", n=0)
-        several = f"{rank}: " if rank and max(len(before), len(after)) > 2 else ""
+        several = f"{rank}: " if max(len(before), len(after)) > 2 else ""
         changes += [f"{line[0]} {several}{line[1:]}" for line in itertools.islice(lines, 2, None) if line[0] in "+-"]
     return changes
 
 
-def shown_changes(changes: Sequence[str]) -> list[str]:
-    """The first of them, and how many more there are."""
-    more = len(changes) - _MOST
-    return [*changes[:_MOST], *([f"... {more} more lines"] if more > 0 else [])]
-
-
 def _by_rank(text: str) -> dict[str, list[str]]:
-    """The lines of a lock, by the rank that they are of: those of its head under ""."""
-    found: dict[str, list[str]] = {"": []}
-    for line in text.splitlines():
-        if line.startswith("rank "):
-            found[line] = []
-        elif line.strip():
-            found[list(found)[-1]].append(line.rstrip())
-    return found
+    """The lines of a text, by the rank that they are of: those of its head under ""."""
+    parts = (part.strip().splitlines() for part in f"\n{text}".split("\nrank "))
+    return {f"rank {first}" if at else "": [*map(str.rstrip, lines)] for at, (first, *lines) in enumerate(parts)}
 
 
 # --- the function
@@ -172,28 +171,32 @@ def _run_for(model: str) -> Iterator[None]:
             yield
     except (Exception, SystemExit) as error:
         what = "" if isinstance(error, AxesError) else f"{type(error).__name__}: "
-        place = _place_of(error.__traceback__)
-        raise AxesError(f"{model}: {what}{error}{f'{chr(10)}at {place}' if place else ''}") from error
+        walked = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame)]
+        places = [f"\nat {Path(f.f_code.co_filename).name}:{line} in {f.f_code.co_name}" for f, line in walked]
+        raise AxesError(f"{model}: {what}{error}{''.join(places[-1:])}") from error
     finally:
         sys.argv = arguments
 
 
-def _place_of(raised: TracebackType | None) -> str:
-    """The innermost line of the user's that an error came through."""
-    found = ""
-    while raised is not None:
-        if is_users(raised.tb_frame):
-            found = line_of_code(raised.tb_frame.f_code, raised.tb_lasti)
-        raised = raised.tb_next
-    return found
-
-
 def _function(model: str) -> Callable[..., Any]:
-    """The function that `train.py:build` or `package.module:build` is."""
+    """The function that `train.py:build` or `package.module:build` is, as `python train.py` would import it."""
     where, _, name = model.rpartition(":")
     if not where or not name.isidentifier():
-        raise AxesError("--model is a function in a file or a module, like train.py:build or package.module:build")
-    module = _module_of_file(Path(where)) if where.endswith(".py") else _module(where)
+        raise AxesError(
+            "a model is a function in a file or a module, like train.py:build or package.module:build; an expression "
+            "has two sides, like 'b s@tp d -> b s d'"
+        )
+    file = Path(where).resolve() if where.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise AxesError(f"there is no file {where!r} in {Path.cwd()}; the path is from the working directory")
+    folder = str(Path.cwd() if file is None else file.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(where if file is None else file.stem)
+    if file is not None and Path(module.__file__ or "").resolve() != file:
+        raise AxesError(
+            f"another module is called {file.stem!r}, {module.__file__}; name it as package.module:function"
+        )
     found = getattr(module, name, None)
     if not callable(found) or isinstance(found, torch.nn.Module):
         known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
@@ -201,198 +204,94 @@ def _function(model: str) -> Callable[..., Any]:
     return found
 
 
-def _module(name: str) -> Any:
-    _first_in_path(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # one that the module needs
-        raise AxesError(f"there is no module {error.name!r}; modules are looked for from {Path.cwd()} on") from None
-
-
-def _module_of_file(file: Path) -> Any:
-    """The module of a file, as `python file` would find what it imports beside it."""
-    if not file.is_file():
-        raise AxesError(f"there is no file {str(file)!r} in {Path.cwd()}; the path is from the working directory")
-    _first_in_path(file.resolve().parent)
-    found = importlib.import_module(file.stem)
-    if Path(found.__file__ or "").resolve() != file.resolve():
-        raise AxesError(f"another module is called {file.stem!r}, {found.__file__}; name it as package.module:function")
-    return found
-
-
-def _first_in_path(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
-# --- what is locked
-
-
-def _locked_rank(subject: Subject, make: Callable[..., Any], rank: int) -> dict[str, Any]:
-    """The part of one rank."""
-    with contextlib.ExitStack() as stack:
-        mesh = entered_world(stack, subject.mesh.at(rank), [])
-        assert mesh is not None
-        torch.manual_seed(0)
-        with _run_for(subject.model):
-            module, step, inputs = _made(make(mesh) if _takes_one(make) else make())
-            told = {} if step is None else explained_step(step, inputs, mesh).facts
-        alike = (list(each) for _, each in itertools.groupby(told.get("collectives", ()), _line_of))
-        return {
-            "rank": rank,
-            "exact": told.get("exact", True),
-            "groups": _groups_on(mesh),
-            "parameters": _tensors_of(module.named_parameters(remove_duplicate=False)),
-            "buffers": _tensors_of(module.named_buffers(remove_duplicate=False)),
-            "collectives": [_kept_of(each[0], len(each)) for each in alike],
-        }
-
-
-def _takes_one(make: Callable[..., Any]) -> bool:
-    """Whether the function takes the mesh."""
-    empty = inspect.Parameter.empty
+def _made(make: Callable[..., Any], mesh: Mesh) -> tuple[torch.nn.Module, Callable[..., Any] | None, Sequence[Any]]:
+    """The module, the step and what it is called with, of what a function returns."""
     taken = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(each.kind in taken and each.default is empty for each in inspect.signature(make).parameters.values())
-
-
-def _made(made: Any) -> tuple[torch.nn.Module, Callable[..., Any] | None, tuple[Any, ...]]:
-    """The module, the step and what it is called with, of what a function returned."""
-    module, *rest = made if isinstance(made, tuple) and made else (made,)
+    parameters = inspect.signature(make).parameters.values()
+    found = make(*[mesh for each in parameters if each.kind in taken and each.default is each.empty][:1])
+    module, *rest = found if isinstance(found, tuple) and found else (found,)
     if not isinstance(module, torch.nn.Module):
         raise AxesError(
             "the function returns a module, and in a tuple with it a step, or what the module is called with: "
-            f"(model, x), or (model, lambda: train_step(model)); found {shown(made)}"
+            f"(model, x), or (model, lambda: train_step(model)); found {shown(found)}"
         )
-    if len(rest) == 1 and callable(rest[0]):
-        return module, rest[0], ()
-    return module, module if rest else None, tuple(rest)
+    return (module, rest[0], ()) if len(rest) == 1 and callable(rest[0]) else (module, module if rest else None, rest)
 
 
-def _groups_on(mesh: Mesh) -> list[dict[str, Any]]:
+# --- the lines of a rank
+
+
+def _lines_of_rank(subject: Subject, make: Callable[..., Any], rank: int) -> Iterator[Line]:
+    """How a rank's part lies, and what it sends."""
+    texts = subject.mesh.split("; ")
+    told: Mapping[str, Any] = {"exact": True, "collectives": (), "totals": ()}
+    with simulate(Mesh(*texts).size, rank), init_mesh(*texts, device_type="cpu") as mesh:
+        torch.manual_seed(0)
+        with _run_for(subject.model):
+            module, step, inputs = _made(make, mesh)
+            told = told if step is None else explained_step(step, inputs, mesh).facts
+        if not told["exact"]:
+            yield "note", "bytes of some exchanges are as if other ranks told what this one does"
+        yield from _groups_on(mesh)
+        yield from _tensors_of("parameter", module.named_parameters(remove_duplicate=False))
+        yield from _tensors_of("buffer", module.named_buffers(remove_duplicate=False))
+        for line, alike in itertools.groupby(map(_collective, told["collectives"])):
+            times = sum(1 for _ in alike)
+            yield (*line[:-1], line[-1] + (f"  {times} times" if times > 1 else ""))
+        for total in told["totals"]:
+            count, moved = total["collectives"], f"{total['bytes_in']:,} B in, {total['bytes_out']:,} B out"
+            yield "total", " ".join(total["axes"]) or "-", f"{count} collective{'s' * (count != 1)}", moved
+        held = sum(local(x).numel() * x.element_size() for x in module.parameters())
+        yield "total", "parameters", f"{held:,} B"
+
+
+def _groups_on(mesh: Mesh) -> list[Line]:
     """The communicators of this rank, each with all names of its ranks."""
     found = []
-    for info in process_groups():
-        if len(info.ranks) == 1:
-            continue
-        lines = {name: mesh.axis(name).ranks_of(mesh.rank) for name in mesh.namespace}
-        named = [name for name, ranks in lines.items() if len(ranks) == len(info.ranks) and [*ranks] == [*info.ranks]]
-        names = [*named, *(name for name in info.names if name not in named)]
-        found.append({"names": names or ["world"], "size": len(info.ranks), "ranks": ranks_text(info.ranks)})
-    return sorted(found, key=lambda each: (each["size"], each["ranks"], each["names"]))
+    for info in (each for each in process_groups() if len(each.ranks) > 1):
+        names = [name for name in mesh.namespace if [*mesh.axis(name).ranks] == [*info.ranks]]
+        names = [*dict.fromkeys((*names, *info.names))] or ["world"]
+        ranks = ranks_text(info.ranks)
+        found.append((len(info.ranks), ranks, ("group", ", ".join(names), f"size {len(info.ranks)}", ranks)))
+    return [line for *_, line in sorted(found)]
 
 
-def _tensors_of(named: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+def _tensors_of(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Line]:
     """How tensors lie. A tensor that has two names is told under the first."""
-    found: list[dict[str, Any]] = []
     first: dict[int, str] = {}
     for name, x in named:
         known = first.setdefault(id(x), name)
-        found.append({"name": name, "same_as": known} if known != name else {"name": name, **_layout_of(x)})
-    return found
+        yield (kind, name, f"is {known}") if known != name else (kind, name, *_layout_of(x, kind))
 
 
-def _layout_of(x: torch.Tensor) -> dict[str, Any]:
-    """How a tensor lies, as data: one that isn't a DTensor has neither spec nor axes."""
-    local = torch_private.local_of(x) if isinstance(x, DTensor) else x
-    spec, on, largest = None, list[str](), local.numel()
+def _layout_of(x: torch.Tensor, kind: str) -> Line:
+    """The dtype, spec and mesh, shapes and bytes of a tensor."""
+    held = local(x)
+    lies, shapes, largest = "on each rank", str([*held.shape]), held.numel()
     if isinstance(x, DTensor):
         try:
             sharding = sharding_of(x)
-            spec, on, largest = sharding.spec, [*sharding.mesh.axis_names], sharding.largest_tile(tuple(x.shape))
+            spec, on, largest = sharding.spec, sharding.mesh.axis_names, sharding.largest_tile(tuple(x.shape))
         except ShardingError:  # a placement that has no spec
-            spec, on = " ".join(map(str, x.placements)), [*(x.device_mesh.mesh_dim_names or ())]
-    return {
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "spec": spec,
-        "mesh": on,
-        "shape": list(x.shape),
-        "local": list(local.shape),
-        "bytes": local.numel() * local.element_size(),
-        "largest_bytes": largest * local.element_size(),
-        "trained": isinstance(x, torch.nn.Parameter) and x.requires_grad,
-    }
+            spec, on = " ".join(map(str, x.placements)), tuple(x.device_mesh.mesh_dim_names or ())
+        lies, shapes = f"{spec or '(scalar)'} on {' '.join(on)}", f"{[*x.shape]} -> {shapes}"
+    sizes = [f"{count * held.element_size():,} B" for count in dict.fromkeys((held.numel(), largest))]
+    frozen = "  frozen" if kind == "parameter" and not x.requires_grad else ""
+    return str(x.dtype).removeprefix("torch."), lies, shapes, ", at most ".join(sizes) + frozen
 
 
-_OF_COLLECTIVE = ("phase", "kind", "axes", "group_size", "bytes_in", "bytes_out", "module", "by", "what")
+def _collective(sent: Mapping[str, Any]) -> Line:
+    """A collective, without its place and time."""
+    over = " ".join(sent["axes"]) or f"{sent['group_size']} ranks"
+    moved = f"{sent['bytes_in']:,} B"
+    if sent["bytes_out"] != sent["bytes_in"]:
+        moved += f" in, {sent['bytes_out']:,} B out"
+    what = sent["what"] if sent["by"] == "axes" else f"[{sent['by']}] {sent['what']}".rstrip()
+    return sent["phase"], sent["kind"], over, moved, sent["module"] or "-", what
 
 
-def _line_of(sent: Mapping[str, Any]) -> tuple[str, ...]:
-    """What tells collectives apart that follow one another."""
-    return tuple(str(sent[name]) for name in _OF_COLLECTIVE)
-
-
-def _kept_of(sent: Mapping[str, Any], times: int) -> dict[str, Any]:
-    return {**{name: sent[name] for name in _OF_COLLECTIVE}, "times": times}
-
-
-# --- as lines
-
-
-def _line(kind: str, *cells: tuple[str, int]) -> str:
-    """A line in columns, each as wide as is said, or as what stands in it."""
-    return "  ".join([f"{kind:<9}", *(f"{text:<{width}}" for text, width in cells)]).rstrip()
-
-
-def _group_rows(part: Mapping[str, Any]) -> list[str]:
-    return [
-        _line("group", (", ".join(each["names"]), 14), (f"size {each['size']}", 12), (each["ranks"], 0))
-        for each in part["groups"]
-    ]
-
-
-def _tensor_rows(part: Mapping[str, Any]) -> list[str]:
-    return [
-        _tensor_row(kind, each)
-        for kind, tensors in (("parameter", part["parameters"]), ("buffer", part["buffers"]))
-        for each in tensors
-    ]
-
-
-def _tensor_row(kind: str, each: Mapping[str, Any]) -> str:
-    if "same_as" in each:
-        return _line(kind, (each["name"], 32), (f"is {each['same_as']}", 0))
-    lies = f"{each['spec'] or '(scalar)'} on {' '.join(each['mesh'])}" if each["mesh"] else "on each rank"
-    shapes = f"{each['shape']} -> {each['local']}" if each["mesh"] else str(each["local"])
-    size = f"{each['bytes']:,} B"
-    if each["largest_bytes"] != each["bytes"]:
-        size += f", at most {each['largest_bytes']:,} B"
-    frozen = "  frozen" if kind == "parameter" and not each["trained"] else ""
-    return _line(kind, (each["name"], 32), (each["dtype"], 8), (lies, 28), (shapes, 28), (size + frozen, 0))
-
-
-def _collective_rows(part: Mapping[str, Any]) -> list[str]:
-    return [_collective_row(each) for each in part["collectives"]]
-
-
-def _collective_row(each: Mapping[str, Any]) -> str:
-    over = " ".join(each["axes"]) or f"{each['group_size']} ranks"
-    moved = f"{each['bytes_in']:,} B"
-    if each["bytes_out"] != each["bytes_in"]:
-        moved += f" in, {each['bytes_out']:,} B out"
-    what = each["what"] if each["by"] == "axes" else f"[{each['by']}] {each['what']}".rstrip()
-    times = f"  {each['times']} times" if each["times"] > 1 else ""
-    return _line(
-        each["phase"], (each["kind"], 14), (over, 8), (moved, 14), (each["module"] or "-", 26), (what + times, 0)
-    )
-
-
-def _total_rows(part: Mapping[str, Any]) -> list[str]:
-    """What is sent over each axis, added up, so that the sum of many small changes is seen."""
-    totals: dict[str, list[int]] = {}
-    for each in part["collectives"]:
-        sums = totals.setdefault(" ".join(each["axes"]) or f"{each['group_size']} ranks", [0, 0, 0])
-        for at, count in enumerate((1, each["bytes_in"], each["bytes_out"])):
-            sums[at] += count * each["times"]
-    rows = [
-        _line(
-            "total",
-            (axes, 14),
-            (f"{count} collective{'s' * (count != 1)}", 16),
-            (f"{taken:,} B in, {given:,} B out", 0),
-        )
-        for axes, (count, taken, given) in totals.items()
-    ]
-    held = sum(each.get("bytes", 0) for each in part["parameters"])
-    return [*rows, _line("total", ("parameters", 14), (f"{held:,} B", 0))]
+def _aligned(line: Line) -> str:
+    kind, *cells = line
+    widths = (*_WIDTHS.get(kind, ()), 0)
+    padded = [f"{cell:<{width}}" for cell, width in itertools.zip_longest(cells, widths[: len(cells)], fillvalue=0)]
+    return "  ".join((f"{kind:<9}", *padded)).rstrip()
