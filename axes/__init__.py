@@ -16,8 +16,8 @@ algebra (`axes.Mesh`) needs no torch.
 
 from __future__ import annotations
 
-import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from axes.algebra import providers as _providers
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from axes.algebra.plan import Plan as Plan
     from axes.algebra.plan import plan as plan
     from axes.algebra.sharding import Sharding as Sharding
+    from axes.debugging.debug import debug as debug
     from axes.nn.annotations import annotate as annotate
     from axes.nn.constrain import constrain as constrain
     from axes.nn.functions import argmax as argmax
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from axes.ops.einops_ops import repeat as repeat
     from axes.ops.reshard import reshard as reshard
     from axes.ops.shard_map import shard_map as shard_map
-    from axes.runtime.check import debug as debug
     from axes.runtime.factories import empty as empty
     from axes.runtime.factories import full as full
     from axes.runtime.factories import ones as ones
@@ -105,6 +105,7 @@ _HOME = {
     "axes.algebra.plan": ("Plan", "plan"),
     "axes.algebra.sharding": ("Sharding",),
     "axes.transfers.transfers": ("transfer",),
+    "axes.debugging.debug": ("debug",),
     "axes.nn.annotations": ("annotate",),
     "axes.nn.constrain": ("constrain",),
     "axes.nn.functions": (
@@ -136,7 +137,6 @@ _HOME = {
     "axes.ops.einops_ops": ("einsum", "rearrange", "reduce", "repeat"),
     "axes.ops.reshard": ("reshard",),
     "axes.ops.shard_map": ("shard_map",),
-    "axes.runtime.check": ("debug",),
     "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
     "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),
     "axes.transfers.jobs": ("connect",),
@@ -154,10 +154,14 @@ _FOLDERS = {"nn": "axes.nn"}
 __all__ = sorted([*_MODULE_OF, *_FOLDERS])
 
 _providers.provide(
-    runtime=functools.lru_cache(maxsize=1)(lambda: importlib.import_module("axes.runtime.bridge")),
-    pictures=lambda: importlib.import_module("axes.show.show"),
-    transfers=functools.lru_cache(maxsize=1)(lambda: importlib.import_module("axes.transfers.transfer_runs")),
+    runtime="axes.runtime.bridge",
+    pictures="axes.show.show",
+    transfers="axes.transfers.transfer_runs",
+    debugging="axes.debugging.debug",
 )
+
+if {"AXES_CHECK", "AXES_TRACE"} & os.environ.keys():  # which count without `axes.init_mesh`, too
+    importlib.import_module("axes.debugging.debug")
 
 # `axes.show` is a function, and it lives in a folder of the same name. The first import of a folder binds its name,
 # so that it is imported here, where nothing can come later that puts the folder in the place of the function.

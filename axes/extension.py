@@ -36,17 +36,16 @@ from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops.request import ALONE
-from axes.runtime import agreement, places, torch_private
+from axes.runtime import agreement, torch_private, watching
 from axes.runtime.border import spec_around
-from axes.runtime.check import collective, waited
 from axes.runtime.checkpoint import parts_of as boxes
 from axes.runtime.factories import Draw, draw_into, kept_at, normal_at, uniform_at
 from axes.runtime.groups import current_world, of_world, time_limit
 from axes.runtime.linear import count_writes as written
 from axes.runtime.linear import linear
+from axes.runtime.operation import Listener, Operation, collective, waited
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.shards import check_share, read_shard, told_shapes
-from axes.runtime.trace import Listener, Operation
 
 __all__ = [
     "Operation",
@@ -215,7 +214,7 @@ def listen(before: Listener) -> Iterator[None]:
     >>> found
     ['psum']
     """
-    with places.listening(before, _unheard):
+    with watching.listening(before, _unheard):
         yield
 
 
@@ -228,4 +227,4 @@ def where() -> tuple[str, tuple[str, ...]]:
 
     The line is `file:line in function`, or "" in a backward pass that has a thread of its own.
     """
-    return places.user_place(), places.parts()
+    return watching.user_place(), watching.parts()

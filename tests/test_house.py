@@ -24,7 +24,7 @@ import axes
 from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("algebra", "runtime", "ops", "extension", "transfers", "nn", "show")
+LAYERS = ("algebra", "runtime", "ops", "extension", "transfers", "nn", "debugging", "show")
 PRIVATE = Path("axes/runtime/torch_private.py")
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
@@ -104,6 +104,22 @@ def test_no_module_imports_what_is_above_it():
 
 
 STILL_INSIDE = {
+    "debugging": {
+        "axes.runtime": {"watching"},
+        "axes.runtime.agreement": {"Barrier", "agree_at", "ranks_text"},
+        "axes.runtime.groups": {"World", "as_timeout", "current_world", "say_why", "time_limit"},
+        "axes.runtime.torch_private": {"backward_pass"},
+        "axes.runtime.watching": {
+            "Part",
+            "at_user_place",
+            "context",
+            "line_of_code",
+            "part_said",
+            "passed_files",
+            "user_frame",
+            "whole_text",
+        },
+    },
     "nn": {
         "axes.algebra.chunks": {"nested_chunk"},
         "axes.algebra.logical": {"ambient_rules", "checked_rules"},
@@ -123,10 +139,10 @@ STILL_INSIDE = {
         "axes.ops.module_regions": {"note_sharded", "without_regions", "without_same"},
         "axes.ops.regions": {"read_region"},
         "axes.runtime.factories": {"agreed_seeds", "positions"},
-        "axes.runtime": {"flags", "torch_private"},
+        "axes.runtime": {"torch_private"},
         "axes.runtime.graphs": {"read_once"},
         "axes.runtime.leaves": {"resolving", "used"},
-        "axes.runtime.places": {"within"},
+        "axes.runtime.watching": {"within"},
         "axes.runtime.sharded": {"shard_on_mesh", "sharding_in_torch", "spec_by_rules", "take_shard"},
         "axes.runtime.transforms": {"as_plain", "check_dense", "check_not_wrapped", "check_transforms"},
     },
@@ -186,7 +202,6 @@ STILL_INSIDE = {
             "ranks_text",
             "refuse",
         },
-        "axes.runtime.check": {"collective", "heard"},
         "axes.runtime.communicator": {"communicator"},
         "axes.runtime.groups": {"abort_group_of", "as_timeout", "current_world", "group_of", "of_world"},
         "axes.runtime.linear": {"count_writes"},
@@ -194,7 +209,7 @@ STILL_INSIDE = {
         "axes.runtime.programs": {"name_of"},
         "axes.runtime.sharded": {"dtensor_of"},
         "axes.runtime.torch_placements": {"sharding_of_spec"},
-        "axes.runtime.trace": {"Operation"},
+        "axes.runtime.operation": {"heard"},
         "axes.runtime.transforms": {"check_dense", "is_dense"},
     },
 }

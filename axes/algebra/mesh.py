@@ -126,7 +126,7 @@ class Mesh(providers.Pictured):
         Raises `MeshError` for a device mesh without names, or whose groups don't have the order of
         its coordinates.
         """
-        return providers.runtime("Mesh.from_device_mesh").from_device_mesh(device_mesh)
+        return providers.module("runtime", "Mesh.from_device_mesh").from_device_mesh(device_mesh)
 
     # values
 
@@ -158,7 +158,7 @@ class Mesh(providers.Pictured):
         """
         if self._view is not None:
             return self._view
-        return providers.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
+        return providers.module("runtime", "mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
 
     def layout(self, name: str) -> Layout:
         """What a name means; `MeshError` with the nearest name for one that isn't known.
@@ -374,7 +374,7 @@ class Mesh(providers.Pictured):
                 f"{what} needs a mesh that is bound to torch.distributed; this one is algebra alone. "
                 "Make it with axes.init_mesh(...)"
             )
-        runtime = providers.runtime(what)
+        runtime = providers.module("runtime", what)
         if self._view is not None and self._view != runtime.rank():
             raise MeshError(f"{what} belongs to this process; the mesh is seen from rank {self._view} (mesh.at)")
         return runtime

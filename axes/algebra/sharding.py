@@ -271,7 +271,7 @@ class Sharding(providers.Pictured):
         Raises `ShardingError` where DTensor can't say it: an axis that is part of one of the mesh's
         axes, or a mesh axis whose digits would split two places.
         """
-        return providers.runtime("sharding.placements").placements(self)
+        return providers.module("runtime", "sharding.placements").placements(self)
 
     @classmethod
     def from_placements(
@@ -293,7 +293,7 @@ class Sharding(providers.Pictured):
         found = tuple_of(placements)
         if found is None:
             raise ShardingError(f"placements are a sequence, one for each axis of the mesh; found {shown(placements)}")
-        return providers.runtime("Sharding.from_placements").from_placements(mesh, found, count, shape)
+        return providers.module("runtime", "Sharding.from_placements").from_placements(mesh, found, count, shape)
 
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""

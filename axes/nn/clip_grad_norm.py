@@ -41,10 +41,10 @@ from axes.algebra.sizes import checked_flag, tuple_of
 from axes.extension import local, shown
 from axes.ops.collectives import pmax, psum
 from axes.ops.reshard import reshard
-from axes.runtime import flags, torch_private
-from axes.runtime.places import within
+from axes.runtime import torch_private
 from axes.runtime.sharded import sharding_of
 from axes.runtime.transforms import check_dense
+from axes.runtime.watching import within
 
 Tensors: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 Axis: TypeAlias = tuple[Any, Layout]
@@ -92,7 +92,7 @@ def total_norm(
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
             raise ShardingError(f"axes.nn.total_norm is of floats; found {tensor.dtype}. Write x.float()")
     settled = [_sharded_as(tensor, tensor) if isinstance(tensor, DTensor) else tensor for tensor in every]
-    return _compared_norm([(tensor, local(tensor)) for tensor in settled], order, axes, "")
+    return within(*_asked(order), _norm, [(tensor, local(tensor)) for tensor in settled], order, axes)
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def clip_grad_norm_(
     gradients = [settled_gradient(parameter) for parameter in every]
     locals_ = [None if gradient is None else local(gradient) for gradient in gradients]
     counted = [(p, shard) for p, shard in zip(every, locals_, strict=True) if id(p) not in elsewhere]
-    norm = _compared_norm(counted, order, axes, f", clipped to {limit}")
+    norm = within(*_asked(order, f", clipped to {limit}"), _norm, counted, order, axes)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteNormError(
             f"the gradients' norm of order {order} is {float(norm)}, and nothing was scaled; "
@@ -263,11 +263,9 @@ Parts: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 """Tensors that say where their elements are, with this rank's elements: None where they are missing."""
 
 
-def _compared_norm(parts: Parts, order: float, stages: Mapping[Axis, Mesh], limit: str) -> torch.Tensor:
-    """The norm of all parts; where ranks are compared, they compare the order and the limit as well."""
-    if flags.watched:
-        return within("the norm of gradients", f"of order {order}{limit}", _norm, parts, order, stages)
-    return _norm(parts, order, stages)
+def _asked(order: float, limit: str = "") -> tuple[str, str]:
+    """What ranks that are compared compare of a norm, beside what they send."""
+    return "the norm of gradients", f"of order {order}{limit}"
 
 
 def _norm(parts: Parts, order: float, stages: Mapping[Axis, Mesh]) -> torch.Tensor:

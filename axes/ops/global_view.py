@@ -32,7 +32,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.sharding import EXTREMES, LINEAR, Sharding, pending_text
 from axes.ops import autocast
 from axes.ops.recipes import BoundRecipe, at_sizes
-from axes.runtime import flags, torch_private
+from axes.runtime import torch_private, watching
 from axes.runtime.border import (
     Changes,
     check_closed,
@@ -44,12 +44,12 @@ from axes.runtime.border import (
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import used
 from axes.runtime.linear import Kept, linear
-from axes.runtime.places import within
 from axes.runtime.redistribute import both
 from axes.runtime.routes import Route, route
 from axes.runtime.symbols import hints, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.transforms import PLAIN
+from axes.runtime.watching import within
 
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
@@ -101,7 +101,7 @@ def _apply_linear(made: BoundRecipe, *operands: DTensor) -> DTensor:
 
     def back(cotangent: DTensor, needed: tuple[bool, ...], kept: Kept) -> tuple[DTensor | None, ...]:
         given = made, needed, cotangent, kept[:-1]
-        if flags.watched:
+        if watching.listeners:
             return within(f"gradient of {made.recipe.kind}", made.recipe.text, _gradients, *given)
         return _gradients(*given)
 

@@ -13,8 +13,8 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
 from axes.ops.regions import Region
 from axes.runtime.axis_groups import AxisGroup, broadcast, gathered_values, group_along
-from axes.runtime.check import waited
 from axes.runtime.groups import current_world
+from axes.runtime.operation import waited
 
 Function = Callable[..., Any]
 Check = bool | float

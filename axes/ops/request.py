@@ -30,17 +30,17 @@ from axes.algebra.specs import retargeted
 from axes.ops import autocast
 from axes.ops.global_view import Grad, on_dtensors
 from axes.ops.recipes import BoundRecipe, traced_sizes
-from axes.runtime import flags, torch_private
+from axes.runtime import torch_private, watching
 from axes.runtime.graphs import device_mesh_input
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced
 from axes.runtime.linear import linear
-from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import Route, of_sizes, route, same_axes
 from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_not_wrapped, check_transforms, is_dense
+from axes.runtime.watching import within
 
 T = TypeVar("T", DTensor, torch.Tensor)
 """A kind of tensor: of DTensors an operation makes DTensors, of plain tensors plain ones."""
@@ -126,7 +126,7 @@ def apply(request: Request, tensors: Sequence[Any], grad: Grad = "resolved", fun
     made = _kept(request, tuple(map(_SHAPE if is_local else torch_private.spec_of, tensors)))
     made = made if function is None else made.calling(function)
     run = _on_shards if is_local else on_dtensors
-    if flags.watched:
+    if watching.listeners:
         return within(f"axes.{request.called}", request.text, run, made, tensors, grad)
     return run(made, tensors, grad)
 

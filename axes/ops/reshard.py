@@ -178,7 +178,7 @@ def _many(tensors: Mapping[str, Any], request: Request) -> dict[str, DTensor]:
             if pair[0] != pair[1] and all(not s.pending and s.mesh.size == s.mesh.universe.size for s in pair)
         ]
     )
-    found = providers.transfers().carry_kinds(kinds, tensors) if kinds else {}
+    found = providers.module("transfers", "a transfer").carry_kinds(kinds, tensors) if kinds else {}
     for name, _, target, shape, _ in kinds:
         if name not in found:  # this rank isn't one of the target's, and has nothing of it
             nothing = torch_private.local_of(tensors[name]).new_empty((0,))

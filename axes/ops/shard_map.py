@@ -88,15 +88,15 @@ from axes.ops.regions import (
     results_of,
     traced_region,
 )
-from axes.runtime import flags, torch_private
+from axes.runtime import torch_private, watching
 from axes.runtime.border import Changes, check_closed, counted_whole, enter_global, leave_global, on_shards
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced, used
 from axes.runtime.linear import NODE
-from axes.runtime.places import within
 from axes.runtime.shards import placements_of, read_shard, told_shapes, traced_parts
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, is_dense
+from axes.runtime.watching import within
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -245,7 +245,7 @@ def run_region(fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Ma
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, call, args, kwargs)
     try:
-        if flags.watched:
+        if watching.listeners:
             return within("shard_map", call.expression, _run_region, fn, call, args, kwargs)
         return _run_region(fn, call, args, kwargs)
     except (ShardingError, SizeError, MeshError) as error:

@@ -30,11 +30,10 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, MeshError, SizeError
 from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
-from axes.runtime.check import collective, waited
 from axes.runtime.communicator import communicator, functional_communicator, moved
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
-from axes.runtime.trace import Operation
+from axes.runtime.operation import Operation, collective, waited
 from axes.runtime.transforms import PLAIN
 
 AxisName = str | tuple[str, ...]

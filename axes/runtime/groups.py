@@ -37,7 +37,7 @@ import torch.distributed as dist
 from axes.algebra.errors import MeshError, shortened, shown
 from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
-from axes.runtime import flags, torch_private
+from axes.runtime import torch_private, watching
 from axes.runtime.agreement import (
     Barrier,
     Member,
@@ -45,6 +45,7 @@ from axes.runtime.agreement import (
     connected,
     digest,
     failure,
+    leave_word,
     ranks_text,
     refuse,
     without_report,
@@ -444,7 +445,7 @@ def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
         "make the groups beforehand, on all ranks, with mesh.create_groups(...)"
     )
     barrier = world.barrier("group", ranks, f"the group of {ranks_text(ranks)} ('{name}')", advice)
-    said = [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()]
+    said = [ranks_text(ranks), "in this order,", backend, options.text, watching.statement]
     agree_at(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
     content = hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
     again = f"_{barrier.attempt}" if barrier.attempt else ""
@@ -461,6 +462,12 @@ def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
     )
     group = connect() if world.fake else connected(world.member, barrier, timeout.total_seconds(), connect)
     return ProcessGroupInfo(group, *key, "made")
+
+
+def say_why(text: str) -> None:
+    """Tells ranks that wait for this one why it doesn't come: they read it behind "rank 3"."""
+    if dist.is_initialized() and not current_world().fake:
+        leave_word(current_world().member, text.replace("\n", "\n    "))
 
 
 def who_else_failed(ranks: Sequence[int], what: str) -> str:

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
-from axes.runtime.check import waited
 from axes.runtime.graphs import check_groups, guard_whole_sizes, kept, kept_name
 from axes.runtime.groups import of_world
+from axes.runtime.operation import waited
 from axes.runtime.routes import resolved, route
 from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec

@@ -41,13 +41,12 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, Step, cuts_of
 from axes.algebra.planning.exchange import Exchange, Message, ranks_of_both
 from axes.algebra.sharding import Sharding
-from axes.runtime import flags, torch_private
+from axes.runtime import torch_private, watching
 from axes.runtime.agreement import ranks_text
-from axes.runtime.check import heard
 from axes.runtime.communicator import REDUCED, communicator, moved
 from axes.runtime.groups import group_of, of_world
+from axes.runtime.operation import Operation, heard
 from axes.runtime.packing import Part, Shape, Side, arranged, elements_of, packer, unpacker
-from axes.runtime.trace import Operation
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 Send = Callable[..., torch.Tensor]
@@ -254,7 +253,7 @@ def _method(kind: str, group: dist.ProcessGroup, eager: bool, device_type: str) 
 
 def _told(send: Send, about: tuple[Any, ...], x: torch.Tensor, *how: Any) -> torch.Tensor:
     """`send(x, *how)`, of which listeners hear."""
-    return heard(_operation(*about, x.numel(), *how), send, x, *how) if flags.watched else send(x, *how)
+    return heard(_operation(*about, x.numel(), *how), send, x, *how) if watching.listeners else send(x, *how)
 
 
 @of_world(4096)

@@ -30,17 +30,16 @@ from axes.algebra.layout import Layout
 from axes.algebra.plan import Plan, cheapest, choices_between, model_of
 from axes.algebra.sharding import EXTREMES, Sharding, pending_runs, unmarked
 from axes.algebra.splits import Digits
-from axes.runtime import axis_groups, flags
+from axes.runtime import axis_groups, watching
 from axes.runtime.axis_groups import AxisGroup
-from axes.runtime.check import (
-    compare_operation,
+from axes.runtime.gradients import on_own_axes, transposed
+from axes.runtime.groups import current_world, of_world
+from axes.runtime.linear import Kept, Map, both_ways, linear, writable
+from axes.runtime.operation import (
     raise_located,
     under_way,
     waited,
 )
-from axes.runtime.gradients import on_own_axes, transposed
-from axes.runtime.groups import current_world, of_world
-from axes.runtime.linear import Kept, Map, both_ways, linear, writable
 from axes.runtime.packing import slices_of
 from axes.runtime.programs import BoundProgram, Program, Run, check_dtypes, name_of
 from axes.runtime.symbols import found_for, hints, is_symbolic, vary
@@ -86,8 +85,8 @@ def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torc
         return made.traced_at(tuple(local.shape))(sent)
     # What `collective` does, at no price where nobody listens: ranks compare the program, and listeners hear of its
     # steps.
-    if flags.check:
-        compare_operation(made.operation)
+    if watching.compare is not None:
+        watching.compare(made.operation)
     try:
         if not async_op:
             return made.eager(sent)

@@ -33,9 +33,8 @@ from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.axis_groups import broadcast, group_over
 from axes.runtime.border import check_grad, counted_alone, enter_global, leave_global
-from axes.runtime.check import say_why
 from axes.runtime.graphs import device_mesh_input, kept
-from axes.runtime.groups import of_world
+from axes.runtime.groups import of_world, say_why
 from axes.runtime.leaves import resolving, traced, used
 from axes.runtime.linear import linear
 from axes.runtime.packing import strides_of

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from axes.algebra import providers
 from axes.algebra.errors import MeshError, SizeError, shown
 from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
-from axes.runtime import flags, torch_private, trace
+from axes.runtime import torch_private, watching
 from axes.runtime.agreement import (
     Barrier,
     Member,
@@ -52,6 +53,7 @@ from axes.runtime.groups import (
     time_limit,
 )
 
+_DEBUGGING = {"AXES_CHECK", "AXES_TRACE"}
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ADVICE = (
     "All ranks of a mesh call init_mesh with the same declaration, sizes, ranks, device type and "
@@ -113,7 +115,6 @@ def init_mesh(
     >>> mesh.shape, mesh.coordinate
     ({'dp': 1, 'tp': 1}, {'dp': 0, 'tp': 0})
     """
-    flags.read_environment()
     starts = dist.group.WORLD is None
     if starts:
         _start(device_type, timeout)
@@ -130,8 +131,8 @@ def init_mesh(
         except SizeError as error:
             raise SizeError(f"{error}\n{_START_AS_MANY.format(world.size)}") from None
         mesh = algebra._with(binding=_bound(world, algebra, device, options), _view=None)
-        if flags.trace:
-            trace.recorder()  # a file that can't be written is found here
+        if watching.listeners or _DEBUGGING & os.environ.keys():
+            providers.module("debugging", "axes.debug").read_environment()  # which may fail: the others are told
     except Exception as error:
         if universe.position(world.rank) is not None:
             refuse(world.member, _barrier(world, universe), error)
@@ -291,6 +292,6 @@ def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
     options = [f"options[{names[layout]}]: {each.text}" for layout, each in binding.options]
     nodes = [] if mesh.ranks_per_node is None else [f"ranks_per_node={mesh.ranks_per_node}"]
     order = ranks_text(universe.ranks)
-    parts = [mesh.declaration, order, binding.device_type, *nodes, *options, flags.flags_text()]
+    parts = [mesh.declaration, order, binding.device_type, *nodes, *options, watching.statement]
     statement = " | ".join(filter(None, parts))
     agree_at(world.member, _barrier(world, universe), statement, waits or time_limit(binding.device_type))

@@ -36,9 +36,9 @@ from axes.algebra.mesh import Mesh
 from axes.extension import local, shown, suggestion
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import process_groups
-from axes.runtime.places import is_users
 from axes.runtime.sharded import sharding_of
 from axes.runtime.simulate import simulate
+from axes.runtime.watching import is_users
 from axes.runtime.world import init_mesh
 from axes.show.recorder import explained_step
 

@@ -33,9 +33,9 @@ from axes.algebra.plan import bytes_text, model_of, time_text
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import current_world, process_groups
-from axes.runtime.places import is_users, listening, parts, place_of_frame, user_place
+from axes.runtime.operation import Operation
 from axes.runtime.simulate import simulate
-from axes.runtime.trace import Operation
+from axes.runtime.watching import is_users, listening, parts, place_of_frame, user_place
 from axes.runtime.world import bound_to_job
 
 # --- what is recorded

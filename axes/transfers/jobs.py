@@ -54,13 +54,13 @@ from axes.algebra.planning.exchange import pieces_of
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of
 from axes.algebra.specs import parsed_sharding
+from axes.extension import Operation
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree_at
-from axes.runtime.check import heard
 from axes.runtime.groups import as_timeout, current_world
+from axes.runtime.operation import heard
 from axes.runtime.programs import name_of
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.trace import Operation
 from axes.runtime.transforms import check_dense
 from axes.transfers.layout_rules import LayoutRules, Table
 from axes.transfers.rendezvous import GRACE, JobCall, Pair, Rendezvous, connection_prefix

@@ -38,9 +38,9 @@ from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
+from axes.extension import Operation, collective
 from axes.runtime import torch_private
 from axes.runtime.agreement import MissedError, ranks_text
-from axes.runtime.check import collective
 from axes.runtime.communicator import communicator
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
 from axes.runtime.linear import count_writes
@@ -48,7 +48,6 @@ from axes.runtime.packing import Shape
 from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.trace import Operation
 from axes.runtime.transforms import check_dense, is_dense
 from axes.transfers import parcels
 from axes.transfers.parcels import BucketSide, parcels_of

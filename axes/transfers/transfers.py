@@ -126,7 +126,7 @@ class Transfer(providers.Pictured):
         Raises `ShardingError` for a tensor that isn't the shard that the plan says, on every rank, before anything is
         sent; `DesyncError` where ranks have other plans, or where a rank fails: it says which tensors are whole.
         """
-        return providers.transfers().carry_out(self, tensors, into)
+        return providers.module("transfers", "a transfer").carry_out(self, tensors, into)
 
     def __getstate__(self) -> dict[str, Any]:
         """What it was made of; what follows from that is found again."""

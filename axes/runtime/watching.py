@@ -1,4 +1,7 @@
-"""Places: the line of the user's code that an operation comes from, and the expression that it is part of."""
+"""Watching: who hears of operations, of which expression they are part, and from which line of the user's code.
+
+What `axes.debug` turns on is a listener too; the core only knows that somebody listens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from axes.runtime import flags, torch_private
+from axes.runtime import torch_private
 
 T = TypeVar("T")
 Part = tuple[str, Any]
@@ -42,18 +45,28 @@ def within(kind: str, expression: Any, run: Callable[..., T], *args: Any) -> T:
             listener()
 
 
+listeners: tuple[Any, ...] = ()
+"""Who hears of operations, in this order (see `operation.Listener`). Replaced as a whole; where there are none, an
+operation looks at nothing else.
+"""
+
+compare: Any = None
+"""The listener that compares an operation among its ranks, where there is one: of a plan, before its steps."""
+
+statement = ""
+"""What ranks are asked for together beside results, as they compare it when they make a mesh or a group."""
+
+
 @contextlib.contextmanager
-def listening(listener: Callable[[Any], Callable[[], None] | None], changed: Callable[[], None]) -> Iterator[None]:
+def listening(listener: Any, changed: Callable[[], None]) -> Iterator[None]:
     """In this block `listener` hears of operations; `changed` is called where `parts` of this thread has changed."""
-    before = context.listener
-    context.listener = changed
-    flags.listeners += (listener,)
-    flags.read_environment()
+    global listeners
+    before, context.listener = context.listener, changed
+    listeners += (listener,)
     try:
         yield
     finally:
-        flags.listeners = tuple([each for each in flags.listeners if each is not listener])
-        flags.read_environment()
+        listeners = tuple([each for each in listeners if each is not listener])
         context.listener = before
 
 
@@ -115,6 +128,12 @@ def user_place() -> str:
     """The line of the user's code that led here, as `file:line in function`; "" where there is none."""
     frame = user_frame()
     return "" if frame is None else place_of_frame(frame)
+
+
+def at_user_place() -> str:
+    """The line of the user's code that led here, as an error ends with it; "" where there is none."""
+    place = user_place()
+    return f", at {place}" if place else ""
 
 
 def line_of_code(code: CodeType, instruction: int) -> str:

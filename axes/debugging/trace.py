@@ -38,8 +38,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
 from types import CodeType
@@ -48,10 +47,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, shown
-from axes.runtime import flags
-from axes.runtime.places import Part, context, line_of_code, part_said, passed_files, user_frame
+from axes.algebra.errors import AxesError
+from axes.extension import Operation, shown
 from axes.runtime.torch_private import backward_pass
+from axes.runtime.watching import Part, context, line_of_code, part_said, passed_files, user_frame
 
 VERSION = 1
 """Of the file; a reader refuses others."""
@@ -63,59 +62,7 @@ _MOST = 65536
 """Different operations, places or expressions that are remembered: then they are said once more."""
 
 
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """What some ranks do together: the value that listeners hear of (see `check.collective`), and a trace has.
-
-    what: the operation with its tensor, as a person reads it. kind: a step of a plan, or a collective by its public
-    name. by: the method of the process group, "" for a plan of several steps. axis: its name, or several. group: the
-    name of the process group, whose `ranks` are in order. step: which of how many steps of the plan. dtype: of what is
-    sent. later: whether the call returns before the collective has ended (`async_op`). together: whether all ranks of
-    the group take part. compared: what is the same on all ranks, which names aren't; "" where nothing is compared.
-    sends[i] and receives[i]: for and from the i-th of the ranks, where each says what comes from whom. mesh: that of
-    the axis, if there is one. part: says which collectives a plan has. short: what errors call it, where they
-    call it otherwise.
-    """
-
-    what: str
-    kind: str
-    by: str
-    axis: str
-    group: str
-    ranks: Sequence[int]
-    dtype: str
-    device: str
-    step: tuple[int, int] = (1, 1)
-    bytes_in: int = 0
-    bytes_out: int = 0
-    later: bool = False
-    together: bool = True
-    compared: str = ""
-    sends: Sequence[int] = ()
-    receives: Sequence[int] = ()
-    mesh: Any = None
-    part: Callable[[], str] | None = None
-    short: str = ""
-
-    @property
-    def said(self) -> str:
-        """What errors call it."""
-        return self.short or self.what
-
-    def line(self) -> dict[str, Any]:
-        """What the line of its number says."""
-        ranks = self.ranks
-        listed = {"start": ranks.start, "stop": ranks.stop, "step": ranks.step} if isinstance(ranks, range) else ranks
-        said: dict[str, Any] = {"what": self.what, "kind": self.kind, "by": self.by, "axis": self.axis}
-        said |= {"group": self.group, "ranks": listed, "dtype": self.dtype, "step": self.step}
-        said |= {"in": self.bytes_in, "out": self.bytes_out}
-        return said | {name: True for name, wanted in (("later", self.later), ("apart", not self.together)) if wanted}
-
-
-Listener = Callable[[Operation], Callable[[], None] | None]
-"""Who hears of an operation, before ranks communicate; it gives what to call when that has returned, if anything."""
-
-_OWN = 4
+_OWN = 5
 """Frames of axes at the top of the stack when an event begins, at least."""
 
 _NULL = b"         null"
@@ -170,7 +117,7 @@ class Recorder:
         if not operation.by:
             return None
         # Each call that this makes, and each frame that it passes, is a part of what a trace costs.
-        number = self._ops.get(operation) or self._number_of("op", operation.line(), self._ops, operation)
+        number = self._ops.get(operation) or self._number_of("op", _described(operation), self._ops, operation)
         at = of = 0
         frame: Any = None
         try:
@@ -306,6 +253,18 @@ _END_AT = len(_NULL + b"}\n")
 _GPU_AT = len(_NULL + _GPU + _NULL + b"}\n")
 
 
+def _described(operation: Operation) -> dict[str, Any]:
+    """What the line of an operation's number says of it."""
+    ranks = operation.ranks
+    listed = {"start": ranks.start, "stop": ranks.stop, "step": ranks.step} if isinstance(ranks, range) else ranks
+    said: dict[str, Any] = {"what": operation.what, "kind": operation.kind, "by": operation.by, "axis": operation.axis}
+    said |= {"group": operation.group, "ranks": listed, "dtype": operation.dtype, "step": operation.step}
+    said |= {"in": operation.bytes_in, "out": operation.bytes_out}
+    return said | {
+        name: True for name, wanted in (("later", operation.later), ("apart", not operation.together)) if wanted
+    }
+
+
 def _line(said: dict[str, Any]) -> bytes:
     return json.dumps(said, separators=(",", ":")).encode() + b"\n"
 
@@ -356,9 +315,9 @@ def path_for(wanted: str, rank: int) -> str:
     return str(path.with_name(f"{path.stem}.{rank}{path.suffix}"))
 
 
-def recorder() -> Recorder:
-    """That of the file which is asked for now; made where there is none yet. `AxesError` where it can't be."""
-    return Recorder.open.get(flags.trace) or _opened(flags.trace)
+def recorder(wanted: str) -> Recorder:
+    """That of the file which is asked for; made where there is none yet. `AxesError` where it can't be."""
+    return Recorder.open.get(wanted) or _opened(wanted)
 
 
 _opening = threading.Lock()
@@ -380,13 +339,9 @@ def stop(path: str) -> None:
         found.close()
 
 
-def _forked() -> None:
-    """In a process that was forked from one which writes a trace: that isn't its own, and it writes none."""
-    if Recorder.open:
-        for found in Recorder.open.values():
-            found.leave()
-        Recorder.open.clear()
-        flags.say({**flags.said, "trace": ""})
-
-
-os.register_at_fork(after_in_child=_forked)
+def leave_all() -> bool:
+    """In a process that was forked: its parent's files are left to that. Whether there were any."""
+    left = [Recorder.open.pop(path) for path in [*Recorder.open]]
+    for found in left:
+        found.leave()
+    return bool(left)

@@ -1,0 +1,140 @@
+"""Operations: what ranks do together, who hears of it before they do it, and what is said when it fails.
+
+Everything by which axes communicates goes through `collective`, or, where nanoseconds count, does what it does:
+
+    collective(describe, subject, run, *args)        # run(*args), where describe(*subject) is an Operation
+
+Listeners hear of an operation: what `axes.debug` turns on (see `axes.debugging`), what `axes.explain` records, and a
+caller's own (`axes.extension.listen`). Without listeners `collective` is a call and nothing else, unless the backend
+fails, as it does on all ranks where one dies: then the error says what failed, where, and between which ranks.
+
+Compiled graphs hold the collectives alone: nobody hears of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from axes.algebra.errors import DesyncError
+from axes.runtime import torch_private, watching
+from axes.runtime.agreement import OF_ONE_RANK, ranks_text
+from axes.runtime.groups import who_else_failed
+from axes.runtime.transforms import as_plain
+from axes.runtime.watching import at_user_place, whole_text
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What some ranks do together: the value that listeners hear of (see `collective`), and a trace has.
+
+    what: the operation with its tensor, as a person reads it. kind: a step of a plan, or a collective by its public
+    name. by: the method of the process group, "" for a plan of several steps. axis: its name, or several. group: the
+    name of the process group, whose `ranks` are in order. step: which of how many steps of the plan. dtype: of what is
+    sent. later: whether the call returns before the collective has ended (`async_op`). together: whether all ranks of
+    the group take part. compared: what is the same on all ranks, which names aren't; "" where nothing is compared.
+    sends[i] and receives[i]: for and from the i-th of the ranks, where each says what comes from whom. mesh: that of
+    the axis, if there is one. part: says which collectives a plan has. short: what errors call it, where they
+    call it otherwise.
+    """
+
+    what: str
+    kind: str
+    by: str
+    axis: str
+    group: str
+    ranks: Sequence[int]
+    dtype: str
+    device: str
+    step: tuple[int, int] = (1, 1)
+    bytes_in: int = 0
+    bytes_out: int = 0
+    later: bool = False
+    together: bool = True
+    compared: str = ""
+    sends: Sequence[int] = ()
+    receives: Sequence[int] = ()
+    mesh: Any = None
+    part: Callable[[], str] | None = None
+    short: str = ""
+
+    @property
+    def said(self) -> str:
+        """What errors call it."""
+        return self.short or self.what
+
+
+Listener = Callable[[Operation], Callable[[], None] | None]
+"""Who hears of an operation, before ranks communicate; it gives what to call when that has returned, if anything."""
+
+
+def collective(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, by which ranks communicate: `describe(*subject)`, of which listeners hear.
+
+    Raises `DesyncError` where ranks are compared and differ, and where the backend fails.
+    """
+    try:
+        return heard(describe(*subject), run, *args) if watching.listeners else run(*args)
+    except RuntimeError as error:
+        raise_located(error, describe, *subject)
+
+
+def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, of which all listeners hear that it is this operation."""
+    ends = [hear(operation) for hear in watching.listeners]
+    result = run(*args)
+    for end in ends:
+        if end is not None:
+            end()
+    return result
+
+
+def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
+    """Raises what says that `describe(*subject)` failed, for which line, and between which ranks; the error itself
+    where it is this rank's own.
+    """
+    if isinstance(error, OF_ONE_RANK):
+        raise error
+    operation, (rank, others) = describe(*subject), (0, "")
+    part = f", in its {operation.part()}" if operation.part else ""
+    first = str(error).strip().splitlines() or [type(error).__name__]
+    if dist.is_initialized():
+        rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.said)
+    raise DesyncError(
+        f"{whole_text()}{operation.said} failed on rank {rank}{part}{at_user_place()}\n"
+        f"  with {ranks_text(operation.ranks)}: {first[0]}{others}\n"
+        "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
+        "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"
+    ) from error
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    """`x`, waited for where it is the result of a collective that is still under way.
+
+    Of a subclass that only has a name of its own, not a way of its own to compute, it is the tensor itself: torch
+    can't make one of what a collective gives. Raises `DesyncError` where the collective has failed.
+    """
+    if not isinstance(x, torch_private.UnderWay):
+        return as_plain(x)
+    try:
+        return x.trigger_wait()
+    except RuntimeError as error:
+        if (found := getattr(x, _OPERATION, None)) is not None:
+            raise_located(error, *found)
+        raise DesyncError(f"a collective that was under way failed{at_user_place()}: {error}") from error
+
+
+_OPERATION = "_operation_of_axes"
+
+
+def under_way(x: torch.Tensor, *described: Any) -> torch.Tensor:
+    """`x`, which knows by what its `Operation` is described, in case that it never comes."""
+    if isinstance(x, torch_private.UnderWay):
+        setattr(x, _OPERATION, described)
+    return x
