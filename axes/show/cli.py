@@ -257,7 +257,7 @@ def _of_transfer(given: argparse.Namespace) -> Answer:
     return Answer(str(found), found.json(), move)
 
 
-@_verb("files", "--chrome")
+@_verb("files", "--chrome", "--svg", "--html")
 def _of_trace(given: argparse.Namespace) -> Answer:
     """What took the time in a job, and for whom ranks waited.
 
@@ -266,7 +266,8 @@ def _of_trace(given: argparse.Namespace) -> Answer:
     job = timeline.read_traces(given.files)
     if given.chrome is not None:
         Path(given.chrome).write_text(json.dumps(job.chrome()), encoding="utf-8")
-    return Answer(str(job), job.json())
+    found = job.explanation()
+    return Answer(str(found), found.json(), found)
 
 
 # --- what they take
