@@ -84,8 +84,8 @@ COMMANDS = [
     'explain net_to_lock.py:build --mesh "dp=4 tp=2"',
     'explain net_to_lock.py:build --mesh "dp=4 tp=2" --rank 7 --json',
     "explain --check kept.lock",
-    "trace 0.jsonl 1.jsonl",
-    "trace 0.jsonl 1.jsonl --json",
+    "trace 0.json 1.json",
+    "trace 0.json 1.json --json",
     # what can't be
     'mesh "dp=* tp=8"',
     'mesh "dp=3 tp=8" --world 64',
@@ -109,8 +109,8 @@ COMMANDS = [
     "explain --check none.lock",
     'explain net_to_lock.py:raises --mesh "dp=4 tp=2"',
     "explain",
-    "trace nothing.jsonl",
-    "trace 0.jsonl --chrome nowhere/out.json",
+    "trace nothing.json",
+    "trace 0.json --chrome nowhere/out.json",
     # what isn't a command
     'mesh "dp=2" --world none',
 ]
@@ -153,7 +153,7 @@ def write_files(folder: Path) -> None:
     """Traces of two ranks, the second of which is late by 2 ms each time; a model, and a lock of it on another mesh."""
     for rank, late in ((0, 0), (1, 2_000_000)):
         events = [("psum", (0, 1), 5_000_000 * i + late, 2_100_000 - late) for i in range(3)]
-        (folder / f"{rank}.jsonl").write_text(log(rank, events))
+        (folder / f"{rank}.json").write_text(log(rank, events))
     sys.modules.pop("net_to_lock", None)
     (folder / "net_to_lock.py").write_text(NET)
     kept = called('explain net_to_lock.py:build --mesh "dp=4 tp=2"').stdout
@@ -208,7 +208,7 @@ def test_pictures_pages_and_a_chrome_trace_are_written_beside_the_text(files):
         page = (files / "out.html").read_text(encoding="utf-8")
         assert page.lower().startswith("<!doctype html>")
         assert "tp" in page
-    assert called("trace 0.jsonl 1.jsonl --chrome out.json").exit_code == 0
+    assert called("trace 0.json 1.json --chrome out.json").exit_code == 0
     found = json.loads((files / "out.json").read_text(encoding="utf-8"))
     assert sum(event["name"] == "psum x" for event in found["traceEvents"]) == 6
 

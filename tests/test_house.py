@@ -110,7 +110,6 @@ STILL_INSIDE = {
         "axes.runtime.groups": {"World", "as_timeout", "current_world", "say_why", "time_limit"},
         "axes.runtime.torch_private": {"backward_pass"},
         "axes.runtime.watching": {
-            "Part",
             "at_user_place",
             "context",
             "line_of_code",

@@ -51,7 +51,7 @@ def recorded(folder: str) -> list[tuple[str, int, int]]:
     """What is counted of calls that are traced, as the trace says it."""
     mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
     all_kinds(mesh)
-    with axes.debug(trace=f"{folder}/kinds.jsonl"), Counter() as counter:
+    with axes.debug(trace=f"{folder}/kinds.json"), Counter() as counter:
         all_kinds(mesh)
         axes.shard(torch.ones(4), "a@dp", mesh=mesh, source_rank=3)
     return [(kind, came, went) for kind, _, came, went in counter.found]
@@ -71,7 +71,7 @@ def ran(world, tmp_path_factory) -> tuple[Path, list[Any]]:
 def test_events_are_what_is_counted_call_by_call_and_byte_by_byte(ran):
     kinds = set()
     for rank, counted in enumerate(ran[1]):
-        path = ran[0] / f"kinds.{rank}.jsonl"
+        path = ran[0] / f"kinds.{rank}.json"
         found = told(path)
         assert [kind for kind, *_ in found] == [kind for kind, *_ in counted]
         for one, two in zip(found, counted, strict=True):
@@ -80,19 +80,19 @@ def test_events_are_what_is_counted_call_by_call_and_byte_by_byte(ran):
                 0 <= there - here <= (8 if one[0] == "all_reduce" else 0)
                 for here, there in zip(one[1:], two[1:], strict=True)
             ), (one, two)
-        assert all(event.place.startswith("tests/test_trace.py:") for event in timeline.read_log(path).events)
+        assert all(event.op["place"].startswith("tests/test_trace.py:") for event in timeline.read_log(path).events)
         kinds |= {kind for kind, *_ in found}
     assert kinds == {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast"}
 
 
 def test_an_event_says_what_it_is_part_of(ran):
-    events = timeline.read_log(ran[0] / "kinds.1.jsonl").events
-    found = [event for event in events if event.parts and "a@dp b@tp -> a b@dp" in event.parts[0]]
+    events = timeline.read_log(ran[0] / "kinds.1.json").events
+    found = [event for event in events if "a@dp b@tp -> a b@dp" in " ".join(event.op["parts"])]
     forward, backward = found
-    assert forward.parts == ("axes.rearrange 'a@dp b@tp -> a b@dp'",)
-    assert backward.parts == ("gradient of rearrange 'a@dp b@tp -> a b@dp'",)
-    assert (forward.backward, backward.backward) == (False, True)
-    assert forward.place.endswith(" in all_kinds")
+    assert forward.op["parts"] == ["axes.rearrange 'a@dp b@tp -> a b@dp'"]
+    assert backward.op["parts"] == ["gradient of rearrange 'a@dp b@tp -> a b@dp'"]
+    assert (forward.op["backward"], backward.op["backward"]) == (False, True)
+    assert forward.op["place"].endswith(" in all_kinds")
     assert forward.op["axis"] == "dp tp"
     assert list(forward.op["ranks"]) == [0, 1, 2, 3]
     assert forward.op["dtype"] == "float32"
@@ -108,22 +108,22 @@ def test_an_event_says_what_it_is_part_of(ran):
 def hung(folder: str, how: int) -> None:
     """Rank 1 ends rank 0, which waits for it."""
     mesh, x = axes.init_mesh("tp=2", device_type="cpu"), torch.ones(3)
-    axes.debug(trace=f"{folder}/{{rank}}.jsonl")
+    axes.debug(trace=f"{folder}/{{rank}}.json")
     axes.psum(x, "tp", mesh=mesh)
     if dist.get_rank() == 0:
         axes.pmin(x, "tp", mesh=mesh)
     else:
-        other = Path(folder, "0.jsonl")
-        while b"null" not in other.read_bytes().partition(b"pmin")[2]:
+        other = Path(folder, "0.json")
+        while b"pmin" not in other.read_bytes():
             time.sleep(0.01)
-        os.kill(json.loads(other.read_bytes().split(b"\n")[0])["pid"], how)
+        os.kill(json.loads(other.read_bytes().splitlines()[1].rstrip(b","))["args"]["process"], how)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_who_is_killed_in_a_collective_has_said_in_which(world, tmp_path, how):
     with pytest.raises(axes.AxesError, match="rank 0 of 2 was "):
         world(hung, 2, str(tmp_path), how)
-    job = timeline.read_traces([tmp_path / "0.jsonl", tmp_path / "1.jsonl"])
+    job = timeline.read_traces([tmp_path / "0.json", tmp_path / "1.json"])
     (event,) = job.open
     assert event.rank == 0
     assert event.what == "pmin over 'tp' of [3] float32"
@@ -140,12 +140,12 @@ def raising(folder: str) -> None:
 
 
 def test_the_environment_begins_a_trace_and_an_exception_loses_none_of_it(world, tmp_path, monkeypatch):
-    monkeypatch.setenv("AXES_TRACE", str(tmp_path / "trace.jsonl"))
-    (tmp_path / "trace.0.jsonl").write_text("of an earlier job\n" * 100)
+    monkeypatch.setenv("AXES_TRACE", str(tmp_path / "trace.json"))
+    (tmp_path / "trace.0.json").write_text("of an earlier job\n" * 100)
     with pytest.raises(ValueError, match="a mistake"):
         world(raising, 2, str(tmp_path))
-    for path in (tmp_path / "trace.0.jsonl", tmp_path / "trace.1.jsonl"):
-        assert path.read_bytes().endswith(b"}\n"), "closed, without the rest of its window"
+    for path in (tmp_path / "trace.0.json", tmp_path / "trace.1.json"):
+        assert json.loads(path.read_text() + "]"), "an array without its end, as Chrome reads it"
         assert [event.op["kind"] for event in timeline.read_log(path).events] == ["psum"]
 
 
@@ -162,13 +162,13 @@ def moved_in_a_job(folder: str) -> tuple[list[Any], int]:
     inside = source.coordinate is not None
     held = {n: torch.ones(source.sharding(s).local_shape(shapes[n])) for n, s in ends[0].items()} if inside else {}
     move(held)
-    with axes.debug(trace=f"{folder}/in_a_job.jsonl"), Counter() as counter:
+    with axes.debug(trace=f"{folder}/in_a_job.json"), Counter() as counter:
         move(held)
     return counter.found, move.lower_bound
 
 
 def test_a_transfer_is_two_events_with_the_bytes_that_were_sent_and_its_largest_tensors(world, tmp_path):
-    sent, paths = 0, [tmp_path / f"in_a_job.{rank}.jsonl" for rank in range(4)]
+    sent, paths = 0, [tmp_path / f"in_a_job.{rank}.json" for rank in range(4)]
     moved = world(moved_in_a_job, 4, str(tmp_path))
     for path, (counted, _) in zip(paths, moved, strict=True):
         _, exchange = timeline.read_log(path).events
@@ -176,7 +176,7 @@ def test_a_transfer_is_two_events_with_the_bytes_that_were_sent_and_its_largest_
         assert exchange.op["out"] == sum(out for *_, out in counted[1:])
         assert exchange.op["in"] == sum(came for _, _, came, _ in counted[1:])
         assert "'up' (f@fsdp d -> f d@tp), 'norm' (d@fsdp -> d@tp), 1 more" in exchange.op["what"]
-        assert exchange.place.startswith("tests/test_trace.py:")
+        assert exchange.op["place"].startswith("tests/test_trace.py:")
         assert exchange.op.get("apart"), "ranks wait for their partners alone"
         sent += exchange.op["out"]
     assert 0 <= sent - moved[0][1] < 500, "pieces begin at multiples of 16 bytes"
@@ -205,16 +205,16 @@ def lengths(path: Path) -> list[int]:
 
 def test_blocks_are_nested_and_go_on_in_their_files(mesh, tmp_path):
     for first in (1, 11):
-        with axes.debug(trace=tmp_path / "outer.jsonl"):
+        with axes.debug(trace=tmp_path / "outer.json"):
             sums(mesh, first)
-            with axes.debug(trace=tmp_path / "inner.jsonl"):
+            with axes.debug(trace=tmp_path / "inner.json"):
                 sums(mesh, first + 1)
             sums(mesh, first + 2)
             axes.debug(trace="")
             sums(mesh, first + 3)
     sums(mesh, 100)
-    assert lengths(tmp_path / "outer.0.jsonl") == [1, 3, 11, 13]
-    assert lengths(tmp_path / "inner.0.jsonl") == [2, 12]
+    assert lengths(tmp_path / "outer.0.json") == [1, 3, 11, 13]
+    assert lengths(tmp_path / "inner.0.json") == [2, 12]
 
 
 def test_a_forked_process_leaves_the_trace_alone(mesh, tmp_path):
@@ -243,21 +243,16 @@ def test_an_asynchronous_collective_is_marked(mesh, tmp_path):
 
 def log(rank: int, events: Sequence[tuple[str, Sequence[int], int, int | None]], **header: Any) -> str:
     """A file: of each event its kind, ranks, when it was issued and for how long."""
-    about = {"axes_trace": 1, "rank": rank, "world": 4, "host": "h", "clock": "c", "start": 0, "wall": 0, **header}
-    lines = [json.dumps(about)]
+    about = {"axes_trace": 2, "rank": rank, "world": 4, "host": "h", "clock": "c", "wall": 0, **header}
+    lines: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": about}]
     for number, (kind, ranks, at, ns) in enumerate(events, 1):
-        group = {
-            "group": str(ranks),
-            "ranks": [*ranks],
-            "dtype": "float32",
-            "axis": "x",
-            "step": [1, 1],
-            "in": 8,
-            "out": 8,
-        }
-        lines.append(json.dumps({"op": number, "what": f"{kind} over 'x'", "kind": kind, "by": kind, **group}))
-        lines.append(json.dumps({"op": number, "at": 0, "of": 0, "back": 0, "t": at, "ns": ns}))
-    return "\n".join(lines) + "\n"
+        lines.append({"ph": "M", "name": "group", "args": {"number": number, "group": str(ranks), "ranks": [*ranks]}})
+        told = {"kind": kind, "by": kind, "axis": "x", "dtype": "float32", "step": [1, 1], "in": 8, "out": 8}
+        told |= {"group": number, "later": False, "apart": False, "backward": False, "place": "", "parts": []}
+        lines.append({"ph": "B", "name": f"{kind} over 'x'", "args": told, "tid": 1, "ts": at / 1000})
+        if ns is not None:
+            lines.append({"ph": "E", "tid": 1, "ts": (at + ns) / 1000})
+    return "[\n" + ",\n".join(map(json.dumps, lines))
 
 
 def job_of(folder: Path, texts: Mapping[int, str]) -> timeline.Timeline:
@@ -314,19 +309,20 @@ def test_traces_that_dont_match_are_said(tmp_path):
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    (tmp_path / "t").write_bytes(log(0, [("psum", (0, 1), 0, 5)] * 2).encode()[:-40] + b"\0" * 100)
-    assert len(timeline.read_log(tmp_path / "t").events) == 1
+    (tmp_path / "t").write_text(log(0, [("psum", (0, 1), 0, 5)] * 2)[:-10])
+    assert [event.ns for event in timeline.read_log(tmp_path / "t").events] == [5, None]
 
 
 WRONG = {
     "no trace": ("import axes\n", "line 1: this isn't a trace of axes"),
     "another JSON": ('{"a": 1}\n', "line 1: this isn't a trace of axes"),
     "a list": ("[1]\n", "line 1: this isn't a trace of axes"),
-    "empty": ("", "is empty: a trace of axes begins"),
-    "another version": ('{"axes_trace": 2}\n', "of version 2; this reads version 1"),
-    "a rank without a field": ('{"axes_trace": 1}\n', r"line 1: this isn't a trace of axes \(KeyError: 'rank'\)"),
-    "an operation without a field": (log(0, [("psum", (0, 1), 0, 5)]).replace('"axis"', '"x"'), "line 2.*'axis'"),
-    "broken in the middle": (log(0, [("psum", (0, 1), 0, 5)]).replace('"t"', "t"), "line 3: this isn't a trace"),
+    "empty": ("", "says nothing of its rank"),
+    "another version": (log(0, [], axes_trace=3), "of version 3; this reads version 2"),
+    "a rank without a field": (log(0, []).replace('"rank"', '"r"') + ",\n{}", r"line 2: .* \(KeyError: 'rank'\)"),
+    "an operation without a field": (log(0, [("psum", (0, 1), 0, 5)]).replace('"axis"', '"x"'), "line 4.*'axis'"),
+    "broken in the middle": (log(0, [("psum", (0, 1), 0, 5)]).replace('"ts"', "ts"), "line 4: this isn't a trace"),
+    "an end without a beginning": (log(0, []) + ',\n{"ph": "E", "tid": 1, "ts": 0},\n{}', "line 3: this isn't a trace"),
 }
 
 

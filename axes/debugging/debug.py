@@ -96,9 +96,9 @@ def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None
 
         axes.debug(check=True)                 # for the rest of the program
         with axes.debug(check=True): ...       # for a block
-        axes.debug(trace="trace.jsonl")        # each rank writes a file of its own: trace.0.jsonl, ...
+        axes.debug(trace="trace.json")         # each rank writes a file of its own: trace.0.json, ...
 
-    What isn't named stays as it is. `AXES_CHECK=1` and `AXES_TRACE=trace.jsonl` in the environment are the same for the
+    What isn't named stays as it is. `AXES_CHECK=1` and `AXES_TRACE=trace.json` in the environment are the same for the
     whole program.
 
     **check.** A difference is a `DesyncError` on all ranks that would meet. It shows each side: the operation, its
@@ -108,16 +108,17 @@ def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None
     else. A block ends on each rank by itself. Before the job has started it is part of what `init_mesh` compares. It
     costs some store operations for each rank and operation: nothing to leave on.
 
-    **trace.** Every collective is a line of the file: its operation, expression and line of the program, axis, ranks,
-    bytes, dtype, whether in a backward pass, when it was issued and how long it took; on a GPU also by events on its
-    stream. The rank stands for `{rank}` in the path, else before the suffix; "" ends the trace. Files of an earlier job
-    are written over. `python -m axes trace FILE...` says what took the time and which rank the others waited for. Each
-    rank decides for itself, and waits for nobody. It costs a few microseconds for each collective.
+    **trace.** Every collective is in the file, in Chrome's own format: its operation, expression and line of the
+    program, axis, ranks, bytes, dtype, whether in a backward pass, when it was issued and how long it took; on a GPU
+    also by events on its stream. The rank stands for `{rank}` in the path, else before the suffix; "" ends the trace.
+    Files of an earlier job are written over. `python -m axes trace FILE...` says what took the time and which rank the
+    others waited for. Each rank decides for itself, and waits for nobody. It costs 5 to 10 microseconds for each
+    collective.
 
     Both see what axes does, forward and backward; not what torch's own operations on DTensors send, and nothing in
     compiled graphs. Raises `AxesError` where the file can't be written.
 
-    >>> import axes
+    >>> import axes, torch
     >>> with axes.simulate(8), debug(check=True):
     ...     mesh = axes.init_mesh("dp=2 tp=4")
     ...     axes.psum(torch.ones(3), "tp", mesh=mesh).shape

@@ -1,27 +1,24 @@
-"""The trace of a running job: each collective that axes issues, one line of a file for each.
+"""The trace of a running job: each collective that axes issues, in a file for each rank.
 
-    AXES_TRACE=trace.jsonl python train.py          # writes trace.0.jsonl, trace.1.jsonl, ...
-    axes.debug(trace="/tmp/{rank}.jsonl")           # the same from a line of the program
-    python -m axes trace trace.*.jsonl              # says what took the time, and who waited for whom
+    AXES_TRACE=trace.json python train.py           # writes trace.0.json, trace.1.json, ...
+    axes.debug(trace="/tmp/{rank}.json")            # the same from a line of the program
+    python -m axes trace trace.*.json               # says what took the time, and who waited for whom
 
-A line is a JSON object. What repeats is said once, in lines of its own, and has a number:
+A file is in Chrome's own format, so Perfetto and `chrome://tracing` open it as it is: an array, an event on each line,
+which needs no end.
 
-    {"axes_trace": 1, "rank": 0, "world": 4, ...}            the header: clocks, host
-    {"op": 0, "what": "psum over 'tp' ...", "axis": "tp", "ranks": [0, 1], "in": 16, "out": 16, ...}
-    {"at": 0, "place": "train.py:31 in step"}
-    {"of": 1, "parts": ["axes.rearrange 'b s@tp d -> b s d'"]}
-    {"op": 0, "at": 0, "of": 1, "back": 0, "t": 1200, "ns": 90100}
+    [
+    {"ph":"M","name":"process_name","pid":0,"args":{"name":"rank 0","axes_trace":2,"world":4,"clock":...}},
+    {"ph":"M","name":"group","pid":0,"args":{"number":1,"group":"...","ranks":[0,1]}},
+    {"ph":"B","pid":0,"name":"psum over 'tp' of [3] float32","cat":"tp","args":{"group":1,...},"tid":7,"ts":12.345},
+    {"ph":"E","pid":0,"tid":7,"ts":102.445}
 
-The last is an event: `t` nanoseconds after the header's clock it was issued, after `ns` of them the call returned. A
-number 0 is none: no line of the user's, no expression. `in` and
-`out` are the bytes that this rank receives and sends, of the least that the collective can do with.
+A collective is a line `B` when it is issued, and a line `E` when the call has returned. A line is one call of the
+operating system: what is written outlives the process however it ends, and who is killed in a collective has said in
+which. `in` and `out` are the bytes that this rank receives and sends, of the least that the collective can do with.
 
-The file is memory that is mapped, so that what is written outlives the process however it ends; nothing is to be
-flushed. `ns` is null until the collective has ended: who is killed in one has said in which. A file that its process
-hasn't closed ends with zeros.
-
-On an accelerator a call returns before its collective has ended; `gpu` is then the nanoseconds between two events on
-the stream that it was issued to, once they are known.
+On an accelerator a call returns before its collective has ended. How long that took between two events on the stream
+that it was issued to is a line `i` with the `ts` of its `B`, once it is known.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import mmap
 import multiprocessing.util
 import os
 import platform
@@ -38,7 +34,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter_ns
 from types import CodeType
@@ -50,23 +46,16 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError
 from axes.extension import Operation, shown
 from axes.runtime.torch_private import backward_pass
-from axes.runtime.watching import Part, context, line_of_code, part_said, passed_files, user_frame
+from axes.runtime.watching import context, line_of_code, part_said, passed_files, user_frame
 
-VERSION = 1
+VERSION = 2
 """Of the file; a reader refuses others."""
 
-WINDOW = 2**20
-"""Bytes of the file that are mapped at once: some eight thousand events."""
-
 _MOST = 65536
-"""Different operations, places or expressions that are remembered: then they are said once more."""
-
+"""Different lines that are remembered: then they are made anew."""
 
 _OWN = 5
-"""Frames of axes at the top of the stack when an event begins, at least."""
-
-_NULL = b"         null"
-_WIDTH = len(_NULL)
+"""Frames of axes at the top of the stack when a collective begins, at least."""
 
 
 class Recorder:
@@ -77,48 +66,33 @@ class Recorder:
     """
 
     open: ClassVar[dict[str, Recorder]] = {}
-    begun: ClassVar[deque[Path]] = deque(maxlen=4096)
+    begun: ClassVar[deque[str]] = deque(maxlen=4096)
 
     def __init__(self, path: str):
-        self.path = Path(path)
-        self._lock = threading.Lock()
-        self._ops: dict[Operation, int] = {}
-        self._lines: dict[bytes, int] = {}
-        self._places: dict[tuple[int, int], int] = {}
-        self._codes: dict[int, CodeType] = {}
-        self._parts: dict[tuple[Part, ...], int] = {}
-        self._ends: deque[tuple[Any, Any, Any, int]] = deque()
-        self._numbers = self._used = self._start = 0
+        self.path = path
+        self._rank, world = _place_in_job()
+        self._known: dict[Any, tuple[bytes, CodeType | None]] = {}  # code that lives keeps its id for itself
+        self._groups: dict[tuple[str, Sequence[int]], int] = {}
+        self._on_device: deque[tuple[Any, Any, int, float]] = deque()
+        goes_on = path in Recorder.begun
         try:
-            again = self.path in Recorder.begun
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | (0 if again else os.O_TRUNC), 0o644)
-            self._start = os.fstat(self._file).st_size // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-            self._used = os.fstat(self._file).st_size - self._start
-            self._map()
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if goes_on else os.O_TRUNC), 0o644)
         except OSError as error:
-            raise AxesError(f"the trace can't be written: {error}. It needs a file that can be mapped") from error
-        except ValueError as error:  # Python's, for text that is no path: one with "\\0", or a lone surrogate
+            raise AxesError(f"the trace can't be written: {error}") from error
+        except ValueError as error:  # Python's, for text that is no path: one with "\0", or a lone surrogate
             raise AxesError(f"the trace can't be written: {shown(path)} is no path of a file ({error})") from error
-        if not again:
-            Recorder.begun.append(self.path)
-        self._clock = perf_counter_ns()
-        self._put(_line(self._header()))
-
-    def _header(self) -> dict[str, Any]:
-        rank, world = _place_in_job()
-        clocks = {"clock": _clock_of_machine(), "start": self._clock, "wall": time.time_ns()}
-        told = {"host": platform.node(), "pid": os.getpid(), "torch": str(torch.__version__)}
-        return {"axes_trace": VERSION, "rank": rank, "world": world, **told, **clocks}
-
-    # events
+        if not goes_on:
+            Recorder.begun.append(path)
+            clocks = {"clock": _clock_of_machine(), "wall": time.time_ns() - perf_counter_ns()}
+            told = {"host": platform.node(), "process": os.getpid(), "torch": str(torch.__version__)}
+            about = {"name": f"rank {self._rank}", "axes_trace": VERSION, "rank": self._rank, "world": world}
+            self._write(b"[\n" + self._line("M", name="process_name", args={**about, **told, **clocks}))
 
     def hear(self, operation: Operation) -> Callable[[], None] | None:
-        """Writes that a collective is issued; of a plan of several steps, these are. Gives what ends it."""
+        """Writes that a collective is issued; of a plan of several steps, these are. Gives what writes its end."""
         if not operation.by:
             return None
         # Each call that this makes, and each frame that it passes, is a part of what a trace costs.
-        number = self._ops.get(operation) or self._number_of("op", _described(operation), self._ops, operation)
-        at = of = 0
         frame: Any = None
         try:
             frame = sys._getframe(_OWN)
@@ -126,154 +100,71 @@ class Recorder:
                 frame = frame.f_back
         except (KeyError, AttributeError, ValueError):  # a file that isn't known yet, or no frame of the user's
             frame = user_frame()
-        if frame is not None:
-            code, instruction = frame.f_code, frame.f_lasti
-            at = self._places.get((id(code), instruction)) or self._number_of_place(code, instruction)
-        if context.parts:
-            inside = tuple(context.parts)
-            of = self._parts.get(inside) or self._number_of(
-                "of", {"parts": [*map(part_said, inside)]}, self._parts, inside
-            )
-        form, behind, stream = _EVENT, _END_AT, None
-        if operation.device != "cpu" and (stream := _recorded_on(operation.device)) is not None:
-            form, behind = _EVENT_ON_STREAM, _GPU_AT  # the device says when it is done
-        back, now = backward_pass() >= 0, perf_counter_ns()
-        with self._lock:
-            text = form % (number, at, of, back, now - self._clock)
-            stop = self._used + len(text)
-            if stop > self._room:
-                stop = self._move_on(len(text))
-            window = self._window
-            window[self._used : stop] = text
-            self._used = stop
-        return functools.partial(self._end, window, stop - behind, now, stream)
+        code, instruction = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        key = operation, id(code), instruction, tuple(context.parts), backward_pass() >= 0
+        text, _ = self._known.get(key) or self._described(key, code)
+        event = None if operation.device == "cpu" else _recorded_on(operation.device)
+        thread, now = threading.get_ident(), perf_counter_ns() / 1000
+        self._write(text % (thread, now))
+        return functools.partial(self._end, thread, now, event)
 
-    def _end(self, window: mmap.mmap, at: int, began: int, stream: Any) -> None:
-        """Writes how long it has taken, where its time goes. Who fails never comes here."""
-        window[at : at + _WIDTH] = b"%13d" % (perf_counter_ns() - began)
-        if stream is not None:
-            self._ends.append((stream, _recorded_on(stream.device.type), window, at + _WIDTH + len(_GPU)))
+    def _end(self, thread: int, began: float, event: Any) -> None:
+        """Writes that the call has returned. Who fails never comes here."""
+        self._write(b',\n{"ph":"E","pid":%d,"tid":%d,"ts":%.3f}' % (self._rank, thread, perf_counter_ns() / 1000))
+        if event is not None:
+            self._on_device.append((event, _recorded_on(event.device.type), thread, began))
             self._read_streams()
 
     def _read_streams(self) -> None:
         """Writes the times on the device that are known by now."""
-        with self._lock:
-            while self._ends and self._ends[0][1].query():
-                first, last, window, at = self._ends.popleft()
-                window[at : at + _WIDTH] = b"%13d" % int(first.elapsed_time(last) * 1e6)
+        while self._on_device and self._on_device[0][1].query():
+            first, last, thread, began = self._on_device.popleft()
+            took = {"us": first.elapsed_time(last) * 1e3}
+            self._write(
+                b",\n" + self._line("i", name="on the device", s="t", tid=thread, ts=round(began, 3), args=took)
+            )
 
-    # what repeats
+    def _described(self, key: Any, code: CodeType | None) -> tuple[bytes, CodeType | None]:
+        """The line of a collective, but for its thread and its time; it is remembered by its key."""
+        operation, _, instruction, parts, backward = key
+        ranks = operation.ranks if isinstance(operation.ranks, range) else tuple(operation.ranks)
+        group = operation.group, ranks
+        if group not in self._groups:
+            number = self._groups[group] = len(self._groups) + 1
+            listed = {"range": [ranks.start, ranks.stop, ranks.step]} if isinstance(ranks, range) else ranks
+            about = {"number": number, "group": operation.group, "ranks": listed}
+            self._write(b",\n" + self._line("M", name="group", args=about))
+        told = {"kind": operation.kind, "by": operation.by, "axis": operation.axis, "group": self._groups[group]}
+        told |= {"dtype": operation.dtype, "step": operation.step, "in": operation.bytes_in, "out": operation.bytes_out}
+        told |= {"later": operation.later, "apart": not operation.together, "backward": backward}
+        told |= {"place": line_of_code(code, instruction) if code else "", "parts": [*map(part_said, parts)]}
+        line = self._line("B", name=operation.what, cat=operation.axis or "-", args=told)
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        text = b",\n" + line[:-1].replace(b"%", b"%%") + b',"tid":%d,"ts":%.3f}'
+        return self._known.setdefault(key, (text, code))
 
-    def _number_of(self, kind: str, said: dict[str, Any], known: dict[Any, int], key: Any) -> int:
-        """The number of an operation, a place or an expression, in a line of its own."""
-        line = _line({kind: 0, **said})
-        with self._lock:
-            number = self._lines.get(line)
-            if number is None:
-                number = self._numbers = self._numbers + 1
-                with_room(self._lines)[line] = number
-                self._put(_line({kind: number, **said}))
-            with_room(known)[key] = number
-        return number
+    def _line(self, kind: str, **said: Any) -> bytes:
+        return json.dumps({"ph": kind, "pid": self._rank, **said}, separators=(",", ":")).encode()
 
-    def _number_of_place(self, code: CodeType, instruction: int) -> int:
-        if len(self._codes) >= _MOST:
-            self._places.clear()
-            self._codes.clear()
-        self._codes[id(code)] = code  # which lives as long as its places are known, so that no other has its id
-        said = {"place": line_of_code(code, instruction)}
-        return self._number_of("at", said, self._places, (id(code), instruction))
-
-    # the file
-
-    def _put(self, text: bytes) -> None:
-        """Writes a line, which ends at `_used`."""
-        stop = self._used + len(text)
-        if stop > self._room:
-            stop = self._move_on(len(text))
-        self._window[self._used : stop] = text
-        self._used = stop
-
-    def _move_on(self, size: int) -> int:
-        """Goes on in the next window, from the page in which a line of `size` bytes begins; where that ends."""
-        skipped = self._used // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        self._start, self._used = self._start + skipped, self._used - skipped
+    def _write(self, text: bytes) -> None:
         try:
-            self._map(size)
-        except OSError as error:
-            # A job isn't ended for its trace: the last window is written over from here on, and thrown away.
+            if self._file >= 0:
+                os.write(self._file, text)
+        except OSError as error:  # a job isn't ended for its trace
             warnings.warn(f"the trace {self.path} ends here: {error}", stacklevel=2)
-            self._end_file()
-            self._map(size)
-        return self._used + size
-
-    def _map(self, least: int = 0) -> None:
-        """Has memory that is the file from `_start`, with room for more lines. `OSError` where there is none.
-
-        Behind the end of the trace it is memory that is nobody's.
-        """
-        size = self._used + least + WINDOW
-        if self._file < 0:
-            self._window = mmap.mmap(-1, size)
-        else:
-            size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-            if hasattr(os, "posix_fallocate"):
-                # A page without a place on the disk would end the process when it is written.
-                os.posix_fallocate(self._file, self._start, size)
-            else:
-                os.ftruncate(self._file, self._start + size)
-            self._window = mmap.mmap(self._file, size, offset=self._start)
-        self._room = len(self._window)
+            self.leave()
 
     def close(self) -> None:
-        """Cuts the file where the trace ends. Times on a device that aren't known yet stay null."""
+        """Ends the file. Times on a device that aren't known yet aren't written."""
         self._read_streams()
-        with self._lock:
-            if self._file >= 0:
-                self._end_file()
-                self._used = 0
-                self._map()
-
-    def _end_file(self) -> None:
-        os.ftruncate(self._file, self._start + self._used)
         self.leave()
 
     def leave(self) -> None:
-        """In a process that was forked: the file is its parent's."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-_EVENT_BEGINS = b'{"op":%d,"at":%d,"of":%d,"back":%d,"t":%d,"ns":' + _NULL
-_GPU = b',"gpu":'
-_EVENT = _EVENT_BEGINS + b"}\n"
-_EVENT_ON_STREAM = _EVENT_BEGINS + _GPU + _NULL + b"}\n"
-_END_AT = len(_NULL + b"}\n")
-_GPU_AT = len(_NULL + _GPU + _NULL + b"}\n")
-
-
-def _described(operation: Operation) -> dict[str, Any]:
-    """What the line of an operation's number says of it."""
-    ranks = operation.ranks
-    listed = {"start": ranks.start, "stop": ranks.stop, "step": ranks.step} if isinstance(ranks, range) else ranks
-    said: dict[str, Any] = {"what": operation.what, "kind": operation.kind, "by": operation.by, "axis": operation.axis}
-    said |= {"group": operation.group, "ranks": listed, "dtype": operation.dtype, "step": operation.step}
-    said |= {"in": operation.bytes_in, "out": operation.bytes_out}
-    return said | {
-        name: True for name, wanted in (("later", operation.later), ("apart", not operation.together)) if wanted
-    }
-
-
-def _line(said: dict[str, Any]) -> bytes:
-    return json.dumps(said, separators=(",", ":")).encode() + b"\n"
-
-
-def with_room(known: dict[Any, Any]) -> dict[Any, Any]:
-    """What is remembered, emptied where it has grown too large."""
-    if len(known) >= _MOST:
-        known.clear()
-    return known
+        """Closes the file as it is; in a process that was forked it is its parent's."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
 
 def _place_in_job() -> tuple[int, int]:
@@ -304,8 +195,8 @@ def _recorded_on(device: str) -> Any:
 def path_for(wanted: str, rank: int) -> str:
     """The file of a rank: with its number for `{rank}`, or before the suffix; `AxesError` for a folder.
 
-    >>> path_for("/tmp/trace.jsonl", 3), path_for("{rank}/trace", 3), path_for("trace", 12)
-    ('/tmp/trace.3.jsonl', '3/trace', 'trace.12')
+    >>> path_for("/tmp/trace.json", 3), path_for("{rank}/trace", 3), path_for("trace", 12)
+    ('/tmp/trace.3.json', '3/trace', 'trace.12')
     """
     if "{rank}" in wanted:
         return wanted.replace("{rank}", str(rank))
@@ -315,17 +206,14 @@ def path_for(wanted: str, rank: int) -> str:
     return str(path.with_name(f"{path.stem}.{rank}{path.suffix}"))
 
 
-def recorder(wanted: str) -> Recorder:
-    """That of the file which is asked for; made where there is none yet. `AxesError` where it can't be."""
-    return Recorder.open.get(wanted) or _opened(wanted)
-
-
 _opening = threading.Lock()
 
 
-def _opened(wanted: str) -> Recorder:
-    """The recorder of a path; of threads that begin at the same time one makes it."""
-    with _opening:
+def recorder(wanted: str) -> Recorder:
+    """That of the file which is asked for; made where there is none yet. `AxesError` where it can't be."""
+    if (known := Recorder.open.get(wanted)) is not None:
+        return known
+    with _opening:  # of threads that begin at the same time one makes it
         if (found := Recorder.open.get(wanted)) is None:
             found = Recorder.open[wanted] = Recorder(path_for(wanted, _place_in_job()[0]))
             # At the end of the program, and of a process that another has forked, which `atexit` doesn't serve.

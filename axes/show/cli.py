@@ -7,7 +7,7 @@
     python -m axes explain --check layout.lock
     python -m axes plan "b s@tp d" "b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
     python -m axes transfer "f@fsdp d" "f d@tp" f=64 d=32 --source-mesh "fsdp=4" --target-mesh "dp=2 tp=2"
-    python -m axes trace trace.*.jsonl --chrome trace.json
+    python -m axes trace trace.*.json --chrome all.json
 
 A verb is a function of the options given, and answers with text, the same as data, and the value that is drawn. In
 `main` alone answers are printed (`--json`) and drawn (`--svg`, `--html`), and errors said: one message on stderr, and
@@ -61,7 +61,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "source": {"help": 'how it lies: "b s@tp d"'},
     "target": {"help": 'how it is to lie: "b s d@tp"'},
     "sizes": {"nargs": "*", "metavar": "NAME=SIZE", "help": "sizes of names: b=8"},
-    "files": {"nargs": "+", "metavar": "FILE", "help": "what AXES_TRACE=trace.jsonl has written: trace.*.jsonl"},
+    "files": {"nargs": "+", "metavar": "FILE", "help": "what AXES_TRACE=trace.json has written: trace.*.json"},
     "--mesh": {"help": _MESH},
     "--source-mesh": {"required": True, "metavar": "MESH", "help": 'the axes there: "fsdp=4"'},
     "--target-mesh": {"required": True, "metavar": "MESH", "help": 'the axes here: "dp=2 tp=2"'},
@@ -261,7 +261,7 @@ def _of_transfer(given: argparse.Namespace) -> Answer:
 def _of_trace(given: argparse.Namespace) -> Answer:
     """What took the time in a job, and for whom ranks waited.
 
-    Example: python -m axes trace trace.*.jsonl --chrome out.json
+    Example: python -m axes trace trace.*.json --chrome out.json
     """
     job = timeline.read_traces(given.files)
     if given.chrome is not None:

@@ -1,6 +1,6 @@
 """Traces of a job, read together: what took the time, and which rank the others waited for.
 
-    job = read_traces(["trace.0.jsonl", "trace.1.jsonl"])
+    job = read_traces(["trace.0.json", "trace.1.json"])
     print(job.explanation())         # 80 columns
     job.chrome()                     # for chrome://tracing and Perfetto
 
@@ -31,7 +31,7 @@ from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text, time_text
 from axes.show.rank_text import short_ranks
 
-VERSION = 1
+VERSION = 2
 """Of the files that this reads."""
 
 _WORTH = 0.005
@@ -43,37 +43,32 @@ _MOSTLY = 0.6
 _ROWS = 16
 """Rows of a table of the text."""
 
-_FIELDS = {
-    "axes_trace": ("rank", "world", "host", "clock", "start", "wall"),
-    "op": ("what", "kind", "by", "axis", "group", "ranks", "dtype", "step", "in", "out"),
-    "at": ("place",),
-    "of": ("parts",),
-}
-"""What a line says at least, by its first field: of the rank, an operation, a place, an expression."""
+_RANK = ("rank", "world", "host", "clock", "wall")
+"""What a file says at least of its rank."""
+
+_OPERATION = ("kind", "by", "axis", "ranks", "dtype", "step", "in", "out", "place", "parts", "backward")
+"""What is said at least of a collective, with its group."""
 
 _MEETING = ("all_reduce", "all_gather", "reduce_scatter", "psum_scatter")
 """What no rank ends before all have begun: each needs something of every other."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Issued:
     """A collective that a rank issued: nanoseconds on the clock of its machine. `ns` is None where it hasn't ended."""
 
     rank: int
     clock: str
     op: dict[str, Any]
-    place: str
-    parts: Sequence[str]
-    backward: bool
     at: int
-    ns: int | None
-    gpu_ns: int
+    ns: int | None = None
+    gpu_ns: int = 0
 
     @property
     def said(self) -> str:
         """What it is, and where."""
-        inside = "".join(f"{part}: " for part in (["backward"] if self.backward else []) + [*self.parts])
-        return f"{inside}{self.what}{f', at {self.place}' if self.place else ''}"
+        inside = "".join(f"{part}: " for part in (["backward"] if self.op["backward"] else []) + self.op["parts"])
+        return f"{inside}{self.what}{f', at {place}' if (place := self.op['place']) else ''}"
 
     @property
     def what(self) -> str:
@@ -129,7 +124,7 @@ def read_traces(paths: Iterable[str | Path]) -> Timeline:
             raise AxesError(f"{path}: there is another trace of rank {found.rank}; give those of one job")
         logs[found.rank] = found
     if not logs:
-        raise AxesError("no trace is given; name the files that AXES_TRACE=trace.jsonl has written: trace.*.jsonl")
+        raise AxesError("no trace is given; name the files that AXES_TRACE=trace.json has written: trace.*.json")
     worlds = {log.world for log in logs.values()}
     if len(worlds) > 1:
         raise AxesError(f"these are traces of several jobs: of {' and of '.join(map(str, sorted(worlds)))} ranks")
@@ -138,41 +133,58 @@ def read_traces(paths: Iterable[str | Path]) -> Timeline:
 
 def read_log(path: Path) -> Log:
     """The trace in a file. What its process hadn't finished writing when it was killed is left out."""
-    lines = path.read_bytes().rstrip(b"\0").split(b"\n")
-    named: dict[Any, Any] = {("at", 0): {"place": ""}, ("of", 0): {"parts": ()}}
+    lines = path.read_bytes().splitlines()
     head: dict[str, Any] = {}
+    groups: dict[int, dict[str, Any]] = {}
     events: list[Issued] = []
+    running: dict[int, list[Issued]] = defaultdict(list)
+    begun: dict[tuple[int, float], Issued] = {}
     for number, line in enumerate(lines, 1):
+        if number == 1 and line == b"[":
+            continue
         try:
-            said = json.loads(line or b"{}")
-            if "t" in said:
-                op, at, of = (named[kind, said[kind]] for kind in ("op", "at", "of"))
-                times = head["start"] + said["t"], said["ns"], said.get("gpu") or 0
-                whose = head["rank"], str(head["clock"])
-                events.append(Issued(*whose, op, at["place"], tuple(of["parts"]), bool(said["back"]), *times))
-            elif said:
-                kind = next(iter(said))
-                missing = [name for name in _FIELDS[kind] if name not in said]
-                if kind == "axes_trace" and said[kind] != VERSION:
-                    raise AxesError(f"{path} is a trace of version {said[kind]}; this reads version {VERSION}")
-                if missing:
-                    raise KeyError(missing[0])
-                if kind == "op":
-                    ranks = said["ranks"]
-                    said["ranks"] = (
-                        range(ranks["start"], ranks["stop"], ranks["step"]) if isinstance(ranks, dict) else tuple(ranks)
-                    )
-                head, named[kind, said[kind]] = said if kind == "axes_trace" else head, said
-        except (ValueError, KeyError, TypeError) as error:
+            said = json.loads(line.rstrip(b","))
+            kind, told = said["ph"], said.get("args", {})
+            if kind == "M" and said["name"] == "process_name":
+                head = told
+                if told["axes_trace"] != VERSION:
+                    raise AxesError(f"{path} is a trace of version {told['axes_trace']}; this reads version {VERSION}")
+                _check_fields(told, _RANK)
+            elif kind == "M":
+                ranks = told["ranks"]
+                groups[told["number"]] = {**told, "ranks": range(*ranks["range"]) if "range" in ranks else tuple(ranks)}
+            elif kind == "B":
+                op = {**told, **groups[told["group"]], "what": said["name"]}
+                _check_fields(op, _OPERATION)
+                event = Issued(head["rank"], str(head["clock"]), op, _ns(said["ts"]))
+                events.append(event)
+                running[said["tid"]].append(event)
+                begun[said["tid"], said["ts"]] = event
+            elif kind == "E":
+                event = running[said["tid"]].pop()
+                event.ns = _ns(said["ts"]) - event.at
+            else:
+                begun[said["tid"], said["ts"]].gpu_ns = _ns(told["us"])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
             if number == len(lines) and head:
                 continue  # the last line, cut off
             raise AxesError(
                 f"{path}, line {number}: this isn't a trace of axes ({type(error).__name__}: {error}); those are the "
-                "files that AXES_TRACE=trace.jsonl writes"
+                "files that AXES_TRACE=trace.json writes"
             ) from None
     if not head:
-        raise AxesError(f"{path} is empty: a trace of axes begins with a line that says of which rank it is")
-    return Log(head["rank"], head["world"], head["host"], str(head["clock"]), head["wall"] - head["start"], events)
+        raise AxesError(f"{path} says nothing of its rank: a trace of axes begins with a line about it")
+    return Log(head["rank"], head["world"], head["host"], str(head["clock"]), head["wall"], events)
+
+
+def _check_fields(said: dict[str, Any], names: Sequence[str]) -> None:
+    """`KeyError` with the first name of which nothing is said."""
+    for name in names:
+        said[name]
+
+
+def _ns(microseconds: float) -> int:
+    return round(microseconds * 1000)
 
 
 # --- what the ranks did together
@@ -331,9 +343,9 @@ class Timeline:
             where = {"ph": "X", "pid": event.rank, "tid": rows[axis or "-"], "ts": start}
             told = {
                 "operation": event.what,
-                "line": event.place,
-                "part of": [*event.parts],
-                "backward": event.backward,
+                "line": event.op["place"],
+                "part of": event.op["parts"],
+                "backward": event.op["backward"],
                 "bytes in": event.op["in"],
                 "bytes out": event.op["out"],
                 "dtype": event.op["dtype"],

@@ -44,7 +44,7 @@ def traced(name: str) -> Times:
         call, on, off = calls()[name], list[float](), list[float]()
         for _ in range(ROUNDS):
             off.append(seconds(call))
-            with axes.debug(trace=f"{folder}/trace.jsonl"):
+            with axes.debug(trace=f"{folder}/trace.json"):
                 call()  # which begins the file
                 on.append(seconds(call))
     return Times(min(on), min(off) + MAY_COST)
@@ -55,7 +55,7 @@ def turned_off(name: str) -> Times:
     with axes.simulate(4), tempfile.TemporaryDirectory() as folder:
         call = calls()[name]
         never = [seconds(call) for _ in range(ROUNDS)]
-        with axes.debug(trace=f"{folder}/trace.jsonl"):
+        with axes.debug(trace=f"{folder}/trace.json"):
             call()
         after = [seconds(call) for _ in range(ROUNDS)]
     return Times(min(after), min(never))
