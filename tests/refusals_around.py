@@ -77,7 +77,7 @@ ROWS = (
     ("axes.explain('b s@* -> b s', (4, 8), mesh='tp=2')", "ShardingError", "write it"),
     ("axes.explain('b s | * -> b s', (4, 8), mesh='tp=2')", "ShardingError", "write what is"),
     ("axes.explain('(f + f) -> f', (8,), mesh='tp=2')", "ExpressionError", "blocks stand in the rules of transfers alone"),
-    ("axes.explain('b@dp -> f@tp', (4,), mesh='dp=2 tp=2', kind='shard_map')", "SizeError", "say it"),
+    ("axes.explain('b@dp -> f@tp', (4,), mesh='dp=2 tp=2', kind='shard_map')", "SizeError", "give it, like f=8"),
     ("axes.explain(3, mesh='tp=2')", "AxesError", "expression, a module, a function or a transfer"),
     ("axes.explain(len, [], mesh='tp=2', b=3)", "AxesError", "are of expressions"),
     (f"axes.explain({TRANSFER}), mesh='dp=2')", "AxesError", "a transfer has its meshes and sizes"),
