@@ -32,6 +32,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import bytes_text, plan
 from axes.show import timeline
 from axes.show.named_sizes import shape_of_names
+from axes.show.rank_text import short_ranks
 from axes.show.show import drawn
 from axes.show.transfer_sheet import explained_transfer
 from axes.transfers.transfers import Like, transfer
@@ -42,6 +43,9 @@ SCHEMA = 1
 _WIDTH = 80
 _GROUPS = 16
 """Groups of an axis that are listed, unless asked for all."""
+
+_CHANGES = 40
+"""Lines of a difference that are shown."""
 
 
 class Answer(NamedTuple):
@@ -97,19 +101,8 @@ def _verb(*takes: str) -> Callable[[Callable[[argparse.Namespace], Answer]], Non
 
 def main(program: str, words: Sequence[str]) -> None:
     """Carries out a command, and ends the process with its status."""
-    parser = argparse.ArgumentParser(program, description="Distributed programs with named axes, without a job.")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for name, (run, takes) in _VERBS.items():
-        about = inspect.cleandoc(str(run.__doc__))
-        kept = argparse.RawDescriptionHelpFormatter
-        one = verbs.add_parser(name, help=about.split("\n")[0], description=about, formatter_class=kept)
-        for each in takes:
-            one.add_argument(each, **_OPTIONS[each])
-        one.set_defaults(run=run, verb=name)
     try:
-        known = verbs.choices.get(words[0]) if words else None
-        # Sizes may stand among the options, which argparse's own way to a verb doesn't allow.
-        given = known.parse_intermixed_args(words[1:]) if known else parser.parse_args(words)
+        given = _parsed(program, words)
         answer = given.run(given)
         for kind in ("svg", "html"):
             if path := getattr(given, kind, None):
@@ -127,6 +120,22 @@ def main(program: str, words: Sequence[str]) -> None:
     if wrong:
         print(f"error: {wrong}", file=sys.stderr)
         sys.exit(1)
+
+
+def _parsed(program: str, words: Sequence[str]) -> argparse.Namespace:
+    """The verb and the options of a command; ends the process with 2 where they are wrong."""
+    parser = argparse.ArgumentParser(program, description="Distributed programs with named axes, without a job.")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for name, (run, takes) in _VERBS.items():
+        about = inspect.cleandoc(str(run.__doc__))
+        kept = argparse.RawDescriptionHelpFormatter
+        one = verbs.add_parser(name, help=about.split("\n")[0], description=about, formatter_class=kept)
+        for each in takes:
+            one.add_argument(each, **_OPTIONS[each])
+        one.set_defaults(run=run, verb=name)
+    known = verbs.choices.get(words[0]) if words else None
+    # Sizes may stand among the options, which argparse's own way to a verb doesn't allow.
+    return known.parse_intermixed_args(words[1:]) if known else parser.parse_args(words)
 
 
 def _print(text: str) -> None:
@@ -149,7 +158,7 @@ def _of_mesh(given: argparse.Namespace) -> Answer:
     where = ", ".join(f"{name} {index}" for name, index in (mesh.coordinate or {}).items())
     lines = [str(mesh), "", f"rank {mesh.rank} is at {where}; it communicates along"]
     width = max(map(len, axes))
-    lines += [f"  {name:<{width}}  with {_listed(axis.ranks, _WIDTH - width - 9)}" for name, axis in axes.items()]
+    lines += [f"  {name:<{width}}  with {short_ranks(axis.ranks, _WIDTH - width - 9)}" for name, axis in axes.items()]
     names = {
         name: {"size": axis.size, "is": mesh.described(name), "axis": name in mesh.axis_names, "index": axis.index}
         | {"stride": axis.stride, "group": [*axis.ranks]}
@@ -176,7 +185,7 @@ def _of_groups(given: argparse.Namespace) -> Answer:
             lines.append(f"{name}: size 1, no rank communicates")
             continue
         lines.append(f"{name}{meaning}: {count} group{'s' * (count != 1)} of {axis.size} ranks")
-        rows = [f"  {_listed(ranks, _WIDTH - 2)}" for ranks in groups]
+        rows = [f"  {short_ranks(ranks, _WIDTH - 2)}" for ranks in groups]
         if len(rows) > _GROUPS and not given.all:
             rows[_GROUPS - 1 : -1] = [f"  ... {len(rows) - _GROUPS} more; --all lists them"]
         lines += rows
@@ -201,15 +210,37 @@ def _of_explain(given: argparse.Namespace) -> Answer:
     if given.check is not None:
         if given.subject or given.mesh or given.rank:
             raise AxesError("--check FILE takes the model, the mesh and the ranks from FILE; give it alone")
-        return Answer(*lock.compared(given.check))
+        kept = Path(given.check).read_text(encoding="utf-8", errors="replace")
+        again = _parsed("python -m axes", ["explain", *lock.command_of_file(kept, given.check)])
+        found = again.run(again)
+        return _compared(given.check, kept, found, lock.changed_lines(kept, found.text))
     if not given.subject:
         raise AxesError("explain takes an expression, 'b s@tp -> b s', a model, train.py:build, or --check FILE")
-    if "->" not in given.subject:
-        mesh = _mesh(given.mesh, given, seen=False)
-        return Answer(*lock.explained_model(given.subject, lock.with_all_sizes(mesh, given.mesh), given.rank or [0]))
-    about = {"dtype": given.dtype, "op": given.op, "kind": given.kind, "sizes": _sizes(given.sizes)}
-    found = explain.explain(given.subject, mesh=_mesh(given.mesh, given), **about)
-    return Answer(str(found), found.json(), found)
+    mesh = _mesh(given.mesh, given)
+    if "->" in given.subject:
+        about = {"dtype": given.dtype, "op": given.op, "kind": given.kind, "sizes": _sizes(given.sizes)}
+        explained = explain.explain(given.subject, mesh=mesh, **about)
+        return Answer(str(explained), explained.json(), explained)
+    parts = lock.lines_of_model(given.subject, mesh, given.rank or [0])
+    options = [("--world", given.world), *(("--rank", rank) for rank in given.rank or ())]
+    words = [given.subject, "--mesh", given.mesh, *(str(w) for pair in options if pair[1] is not None for w in pair)]
+    ranks = [{"rank": rank, "lines": [[*line] for line in lines]} for rank, lines in parts.items()]
+    facts = {"kind": "model", "model": given.subject, "mesh": mesh.declaration, "ranks": ranks}
+    return Answer(lock.text_of_model(words, parts), facts)
+
+
+def _compared(file: str, kept: str, found: Answer, changes: Sequence[str]) -> Answer:
+    """What has changed since a text was written to a file."""
+    facts = {**found.facts, "file": file, "same": not changes, "changes": changes}
+    if not changes:
+        return Answer(f"{file}: {facts['model']} is as it says", facts)
+    more = len(changes) - _CHANGES
+    rest = [f"... {more} more lines"] if more > 0 else []
+    wrong = (
+        f"{len(changes)} lines of {file} aren't what {facts['model']} does now; if that is meant, write it anew and "
+        f"commit it: {kept.splitlines()[0].removeprefix('# ')} > {file}"
+    )
+    return Answer("\n".join((*changes[:_CHANGES], *rest)), facts, None, wrong)
 
 
 @_verb("source", "target", "sizes", "--mesh", "--world", "--rank", "--dtype", "--svg", "--html")
@@ -222,7 +253,7 @@ def _of_plan(given: argparse.Namespace) -> Answer:
     shape = shape_of_names(given.source, sizes)
     made = plan(given.source, given.target, shape, mesh=mesh, dtype=given.dtype, sizes=sizes)
     labels = [(f"  {s.kind} on rank {mesh.rank}: with ", s.ranks) for s in made.steps if s.group_size > 1]
-    lines = [str(made), *(label + _listed(ranks, _WIDTH - len(label)) for label, ranks in labels)]
+    lines = [str(made), *(label + short_ranks(ranks, _WIDTH - len(label)) for label, ranks in labels)]
     lines.append(f"  modelled: {made.cost:.3g} us; at most {bytes_text(made.peak_bytes)} held at once")
     about = {"mesh": mesh.declaration, "rank": mesh.rank, "source": str(made.source), "target": str(made.target)}
     about |= {"shape": [*shape], "dtype": made.dtype, "collectives": made.collectives}
@@ -251,7 +282,7 @@ def _of_transfer(given: argparse.Namespace) -> Answer:
     move = transfer({"x": given.source}, {"x": given.target}, there, here, {"x": like}, **how)
     for rank in given.rank or ():
         if rank not in move.ranks:
-            raise SizeError(f"the transfer has ranks {_listed(move.ranks)}; there is no rank {rank}")
+            raise SizeError(f"the transfer has ranks {short_ranks(move.ranks)}; there is no rank {rank}")
         move = move.at(rank)
     found = explained_transfer(move)
     return Answer(str(found), found.json(), move)
@@ -273,7 +304,7 @@ def _of_trace(given: argparse.Namespace) -> Answer:
 # --- what they take
 
 
-def _mesh(text: str | None, given: argparse.Namespace | None = None, first: int = 0, seen: bool = True) -> Mesh:
+def _mesh(text: str | None, given: argparse.Namespace | None = None, first: int = 0) -> Mesh:
     """The mesh of `dp=* tp=8; fsdp = dp tp`, from rank `first` on, in the world and from the rank that are given."""
     if text is None:
         raise AxesError('--mesh is missing: its axes, slowest first, like --mesh "dp=4 tp=2"')
@@ -291,7 +322,7 @@ def _mesh(text: str | None, given: argparse.Namespace | None = None, first: int 
     for rank in ranks:
         if not 0 <= rank < found.size:
             raise SizeError(f"the mesh has ranks 0 to {found.size - 1}; there is no rank {rank}")
-    return found.at(ranks[-1]) if ranks and seen else found
+    return found.at(ranks[-1]) if ranks else found
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
@@ -309,11 +340,3 @@ def _facts(value: Any, *names: str) -> dict[str, Any]:
     """Attributes as data."""
     found = {name: getattr(value, name) for name in names}
     return {name: each if isinstance(each, int | str) else [*each] for name, each in found.items()}
-
-
-def _listed(ranks: Sequence[int], width: int = _WIDTH) -> str:
-    """Ranks in at most so many columns: `0, 8, 16`, or `0, 8, ..., 4088 (512 ranks)`."""
-    whole = ", ".join(map(str, ranks)) if len(ranks) <= width else ""
-    if whole and len(whole) <= width:
-        return whole
-    return f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]} ({len(ranks)} ranks)"

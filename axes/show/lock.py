@@ -1,17 +1,15 @@
 """How a model lies on a mesh and what its step sends, as text that a repository keeps: `python -m axes explain`.
 
-    axes lock 1
-    model  train.py:build
-    mesh   dp=2048 tp=8
-    ranks  0
+    # python -m axes explain train.py:build --mesh 'dp=2048 tp=8'
 
     rank 0
     group      tp  size 8  ranks 0..7
     parameter  up.weight  float32  _@tp _ on dp tp  [16384, 4096] -> [2048, 4096]  33,554,432 B
     forward    all_reduce  tp  1,835,008 B  MLP  axes.einsum 'b f@tp, d f@tp -> b d'
 
-Each line is a fact of its own, in columns that don't move with other lines, so that a change of layout is a changed
-line in a review. Lines have neither the place in a file nor times nor versions, which change without the layout.
+The first line is the command that has written it, by which it is written again and compared. Each other line is a fact
+of its own, in columns that don't move with other lines, so that a change of layout is a changed line in a review. Lines
+have neither the place in a file nor times nor versions, which change without the layout.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -37,17 +35,10 @@ from axes.extension import local, shown, suggestion
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import process_groups
 from axes.runtime.sharded import sharding_of
-from axes.runtime.simulate import simulate
 from axes.runtime.watching import is_users
-from axes.runtime.world import init_mesh
-from axes.show.recorder import explained_step
+from axes.show.recorder import entered_world, explained_step
 
-VERSION = 1
-"""The version of the text: a line of another form is another version."""
-
-_ABOUT = "# Written by `python -m axes explain`, and compared by `python -m axes explain --check FILE`."
-_MOST = 40
-"""Lines that a diff shows."""
+_BEGINS = "# python -m axes explain "
 
 Line = tuple[str, ...]
 """A line in cells: of what it is, and what it says."""
@@ -63,99 +54,49 @@ _WIDTHS = {
 """How wide the cells behind the first are, or as wide as what stands in them."""
 
 
-class Subject(NamedTuple):
-    """What a text is of: the function that makes the model, the mesh with the sizes of all axes, the ranks told of."""
-
-    model: str
-    mesh: str
-    ranks: Sequence[int]
-
-    @property
-    def command(self) -> str:
-        """What writes the text."""
-        ranks = [f"--rank {rank}" for rank in self.ranks if len(self.ranks) > 1 or rank]
-        return shlex.join(["python", "-m", "axes", "explain", self.model, "--mesh", self.mesh]) + " ".join(["", *ranks])
-
-
-def with_all_sizes(mesh: Mesh, text: str) -> str:
-    """The text of a mesh with the sizes of its axes, and its further names as they are written.
-
-    >>> with_all_sizes(Mesh("dp tp=2", ranks=range(8)), "dp=* tp=2; both = dp tp;")
-    'dp=4 tp=2; both = dp tp'
-    """
-    further = (each.strip() for each in text.split(";")[1:])
-    return "; ".join(filter(None, (mesh.declaration.partition(";")[0], *further)))
-
-
-def explained_model(model: str, mesh: str, ranks: Sequence[int]) -> tuple[str, dict[str, Any]]:
-    """The text of a model on a mesh, and the same as data.
+def lines_of_model(model: str, mesh: Mesh, ranks: Sequence[int]) -> dict[int, list[Line]]:
+    """The lines of a model on a mesh, of each of these ranks.
 
     The function makes the model in a simulated world, once for each rank. Raises `AxesError` for a function that
     isn't there, that raises, or that returns something else.
     """
-    subject = Subject(model, mesh, ranks)
     with _run_for(model):
         make = _function(model)
-    parts = {rank: list(_lines_of_rank(subject, make, rank)) for rank in ranks}
-    head = [_ABOUT, f"axes lock {VERSION}", f"model  {model}", f"mesh   {mesh}", f"ranks  {' '.join(map(str, ranks))}"]
-    texts = ["\n".join((f"rank {rank}", *map(_aligned, lines))) for rank, lines in parts.items()]
-    data = [{"rank": rank, "lines": [[*line] for line in lines]} for rank, lines in parts.items()]
-    return "\n\n".join(("\n".join(head), *texts)), {"kind": "model", "model": model, "mesh": mesh, "ranks": data}
+        return {rank: [*_lines_of_rank(make, mesh.at(rank))] for rank in ranks}
 
 
-def compared(file: str) -> tuple[str, dict[str, Any], None, str]:
-    """What has changed since a text was written to a file: lines, data, and an error where there are some."""
-    try:
-        kept = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise AxesError(f"{file} isn't text") from None
-    subject = _subject_of(kept, file)
-    found, facts = explained_model(*subject)
-    changes = _changed_lines(kept, found)
-    told = {**facts, "file": file, "same": not changes, "changes": changes}
-    if not changes:
-        return f"{file}: {subject.model} is as it says", told, None, ""
-    more = len(changes) - _MOST
-    rest = [f"... {more} more lines"] if more > 0 else []
-    wrong = (
-        f"{len(changes)} lines of {file} aren't what {subject.model} does now; if that is meant, write it anew and "
-        f"commit it: {subject.command} > {shlex.quote(file)}"
-    )
-    return "\n".join((*changes[:_MOST], *rest)), told, None, wrong
+def text_of_model(command: Sequence[str], parts: Mapping[int, Sequence[Line]]) -> str:
+    """The lines as the text of a file, behind the command that writes it."""
+    texts = ("\n".join((f"rank {rank}", *map(_aligned, lines))) for rank, lines in parts.items())
+    return "\n\n".join((f"{_BEGINS}{shlex.join(command)}", *texts))
 
 
-def _subject_of(text: str, file: str) -> Subject:
-    """What a text is of, by its first lines; `AxesError` where they aren't such."""
-    words = (line.partition(" ") for line in text.split("\n\n", 1)[0].splitlines())
-    lines = {name: value.strip() for name, _, value in words}
-    if lines.get("axes") != f"lock {VERSION}":
+def command_of_file(text: str, file: str) -> list[str]:
+    """What is to be done again to compare a text, by its first line; `AxesError` where that is no such line."""
+    first, _, _ = text.partition("\n")
+    if not first.startswith(_BEGINS) or "--check" in first:
         raise AxesError(
-            f"{file} has no line 'axes lock {VERSION}', so that it isn't of this version; write it anew: "
+            f"{file} doesn't begin with the command that writes it, '{_BEGINS}...'; write it anew: "
             f"python -m axes explain train.py:build --mesh MESH > {file}"
         )
-    ranks = lines.get("ranks", "").split()
-    if missing := [name for name in ("model", "mesh", "ranks") if not lines.get(name)]:
-        raise AxesError(f"{file} has no line '{missing[0]}  ...'")
-    if not all(rank.isdecimal() for rank in ranks):
-        raise AxesError(f"{file} has 'ranks  {lines['ranks']}', and ranks are numbers, like 'ranks  0 8'")
-    return Subject(lines["model"], lines["mesh"], [*map(int, ranks)])
+    return shlex.split(first.removeprefix(_BEGINS))
 
 
-def _changed_lines(kept: str, found: str) -> list[str]:
+def changed_lines(kept: str, found: str) -> list[str]:
     """The lines that only one of two texts has, each behind `-` or `+`, and behind the rank where there are several."""
     changes: list[str] = []
     before, after = _by_rank(kept), _by_rank(found)
     for rank in dict.fromkeys((*before, *after)):
         lines = difflib.unified_diff(before.get(rank, []), after.get(rank, []), lineterm="", n=0)
-        several = f"{rank}: " if max(len(before), len(after)) > 2 else ""
+        several = f"{rank}: " if max(len(before), len(after)) > 1 else ""
         changes += [f"{line[0]} {several}{line[1:]}" for line in itertools.islice(lines, 2, None) if line[0] in "+-"]
     return changes
 
 
 def _by_rank(text: str) -> dict[str, list[str]]:
-    """The lines of a text, by the rank that they are of: those of its head under ""."""
-    parts = (part.strip().splitlines() for part in f"\n{text}".split("\nrank "))
-    return {f"rank {first}" if at else "": [*map(str.rstrip, lines)] for at, (first, *lines) in enumerate(parts)}
+    """The lines of a text, by the rank that they are of."""
+    parts = (part.strip().splitlines() for part in text.split("\nrank ")[1:])
+    return {f"rank {first}": [*map(str.rstrip, lines)] for first, *lines in parts}
 
 
 # --- the function
@@ -221,15 +162,14 @@ def _made(make: Callable[..., Any], mesh: Mesh) -> tuple[torch.nn.Module, Callab
 # --- the lines of a rank
 
 
-def _lines_of_rank(subject: Subject, make: Callable[..., Any], rank: int) -> Iterator[Line]:
-    """How a rank's part lies, and what it sends."""
-    texts = subject.mesh.split("; ")
+def _lines_of_rank(make: Callable[..., Any], mesh: Mesh) -> Iterator[Line]:
+    """How the part of a rank lies, from which the mesh is seen, and what it sends."""
     told: Mapping[str, Any] = {"exact": True, "collectives": (), "totals": ()}
-    with simulate(Mesh(*texts).size, rank), init_mesh(*texts, device_type="cpu") as mesh:
+    with contextlib.ExitStack() as stack:
+        mesh = entered_world(stack, mesh, []) or mesh
         torch.manual_seed(0)
-        with _run_for(subject.model):
-            module, step, inputs = _made(make, mesh)
-            told = told if step is None else explained_step(step, inputs, mesh).facts
+        module, step, inputs = _made(make, mesh)
+        told = told if step is None else explained_step(step, inputs, mesh).facts
         if not told["exact"]:
             yield "note", "bytes of some exchanges are as if other ranks told what this one does"
         yield from _groups_on(mesh)

@@ -418,7 +418,7 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
         raise AxesError(f"axes.explain takes a module that computes something; a {type(step).__name__} has no forward")
     parameters = [*step.parameters()] if isinstance(step, torch.nn.Module) else []
     with contextlib.ExitStack() as stack:
-        around = _entered_world(stack, mesh, [*inputs, *parameters])
+        around = entered_world(stack, mesh, [*inputs, *parameters])
         stack.enter_context(_as_before(parameters))
         if "torch.distributed.pipelining" in sys.modules and current_world().fake:
             stack.enter_context(torch_private.stages_know_their_shapes())
@@ -427,7 +427,7 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
         return _explanation(_name_of(step), recorder.collectives, around, recorder.exact)
 
 
-def _entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors: Sequence[Any]) -> Mesh | None:
+def entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors: Sequence[Any]) -> Mesh | None:
     """The ambient mesh of the step; a world of its own, where none runs."""
     if mesh is None:
         if not dist.is_initialized():
