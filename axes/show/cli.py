@@ -255,11 +255,23 @@ def _of_plan(given: argparse.Namespace) -> Answer:
     labels = [(f"  {s.kind} on rank {mesh.rank}: with ", s.ranks) for s in made.steps if s.group_size > 1]
     lines = [str(made), *(label + short_ranks(ranks, _WIDTH - len(label)) for label, ranks in labels)]
     lines.append(f"  modelled: {made.cost:.3g} us; at most {bytes_text(made.peak_bytes)} held at once")
-    about = {"mesh": mesh.declaration, "rank": mesh.rank, "source": str(made.source), "target": str(made.target)}
-    about |= {"shape": [*shape], "dtype": made.dtype, "collectives": made.collectives}
-    about |= {"microseconds": round(made.cost, 3), **_facts(made, "bytes_in", "bytes_out", "peak_bytes")}
-    said = ("kind", "axes", "group_size", "ranks", "bytes_in", "bytes_out")
-    return Answer("\n".join(lines), {**about, "steps": [_facts(step, *said) for step in made.steps]}, made)
+    facts = {
+        "mesh": mesh.declaration,
+        "rank": mesh.rank,
+        "source": str(made.source),
+        "target": str(made.target),
+        "shape": [*shape],
+        "dtype": made.dtype,
+        "collectives": made.collectives,
+        "microseconds": round(made.cost, 3),
+        **{name: getattr(made, name) for name in ("bytes_in", "bytes_out", "peak_bytes")},
+        "steps": [
+            {"kind": step.kind, "axes": [*step.axes], "group_size": step.group_size, "ranks": [*step.ranks]}
+            | {"bytes_in": step.bytes_in, "bytes_out": step.bytes_out}
+            for step in made.steps
+        ],
+    }
+    return Answer("\n".join(lines), facts, made)
 
 
 @_verb(
@@ -334,9 +346,3 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
             raise SizeError(f"a size is written as NAME=NUMBER, like b=8; found {text!r}")
         found[given[1]] = int(given[2])
     return found
-
-
-def _facts(value: Any, *names: str) -> dict[str, Any]:
-    """Attributes as data."""
-    found = {name: getattr(value, name) for name in names}
-    return {name: each if isinstance(each, int | str) else [*each] for name, each in found.items()}

@@ -401,7 +401,7 @@ def _by_rank(sharding: Sharding, shape: Shape) -> list[tuple[Shape, str]]:
     if len(found) == 1:
         told = "every rank" if even or few else f"rank {mesh.rank}, others differ"
         return [(local, told) for local in found]
-    return [(local, ranks_text(Universe.of(those).ranks)) for local, those in found.items()]
+    return [(local, ranks_text(Universe.of(having).ranks)) for local, having in found.items()]
 
 
 def _work_row(work: Mapping[str, Any]) -> tuple[str, ...]:
