@@ -12,16 +12,13 @@ product  item... | "(" item... ")"
 side     { item | [ NAME "=" ] "(" item... ")" | "..." }
 spec     { dim } [ "|" { pending } ]
 dim      ( NAME ["=" INT] | INT | "_" | "..." ) [ "@" place ]
-       | "(" { factor | blocks } ")" [ "@" place ] | blocks
+       | "(" { factor } ")" [ "@" place ]
 factor   ( NAME ["=" INT] | INT | "..." ) ["@" place]
-blocks   "(" factor... "+" factor... { "+" factor... } ")"
 place    NAME | "*" | "(" { NAME | "*" } ")"
 pending  ( "sum" | "mean" | "max" | "min" | "same" ) "@" place  |  "*"
 ```
 
-`(q + k)` is a dim that holds blocks, one behind the other: in the rules of transfers, which `parse_blocks` reads.
-
-The five `parse_*` functions turn text into small frozen trees and raise nothing but
+The four `parse_*` functions turn text into small frozen trees and raise nothing but
 `ExpressionError`. They run once over the tokens without recursion and are cached by text.
 What a name means is not decided here.
 
@@ -35,7 +32,6 @@ The notation is that of einops (Rogozhnikov) with `@` for what JAX calls a parti
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
@@ -85,18 +81,15 @@ class Item(NamedTuple):
 class Factor:
     """A name with its size where that is written, a number, `_` or `...`; and its own place where it has one.
 
-    `name` is None for a number, whose `size` is given, and for `blocks`.
+    `name` is None for a number, whose `size` is given.
     """
 
     name: str | None
     size: int | None = None
     place: Place | None = None
     span: Span = field(default=(0, 0), compare=False)
-    blocks: tuple[tuple[Factor, ...], ...] = ()
 
     def __str__(self) -> str:
-        if self.blocks:
-            return f"({' + '.join(' '.join(map(str, block)) for block in self.blocks)})"
         text = "=".join([str(each) for each in (self.name, self.size) if each is not None])
         return text if self.place is None else f"{text}@{self.place}"
 
@@ -116,8 +109,7 @@ class Dim:
 
     def __str__(self) -> str:
         text = " ".join(map(str, self.factors))
-        is_blocks = len(self.factors) == 1 and bool(self.factors[0].blocks)  # which has parentheses of its own
-        text = f"({text})" if self.grouped and not is_blocks else text
+        text = f"({text})" if self.grouped else text
         text = text if self.name is None else f"{self.name}={text}"
         return text if self.place is None else f"{text}@{self.place}"
 
@@ -284,16 +276,16 @@ _NO_BLOCKS = (
 
 
 class _Parser:
-    """A cursor over the tokens of one text: about a mesh, about `tensors`, or about tensors that hold `blocks`."""
+    """A cursor over the tokens of one text: about a mesh, or about `tensors`."""
 
-    def __init__(self, text: str, tensors: bool = False, blocks: bool = False):
+    def __init__(self, text: str, tensors: bool = False):
         self.text, self.tokens, self.at = text, _tokens(text), 0
         self.token, self.kinds = self.tokens[0], [token.kind for token in self.tokens]
-        self.tensors, self.blocks = tensors, blocks
+        self.tensors = tensors
         self.outside = "a dim name, a number, '_', '...' or '('" if tensors else "an axis name, '(' or '...'"
         self.inside = "a dim name, a number or '...' in the group" if tensors else "an axis name in the group"
         plus = next((token for token in self.tokens if token.kind == "+"), None)
-        if plus is not None and tensors and not blocks:
+        if plus is not None and tensors:
             self.wrong(_NO_BLOCKS, plus.span)
 
     def ahead(self, *kinds: str) -> bool:
@@ -381,36 +373,22 @@ class _Parser:
             return Dim((factor,), span=factor.span)
         factors = self.group()
         place = self.place()
-        inside = [each for factor in factors for each in (factor, *itertools.chain(*factor.blocks))]
-        if place is not None and any(each.place is not None for each in inside):
+        if place is not None and any(each.place is not None for each in factors):
             self.wrong("a group has '@' inside or outside, not both", self.span(start))
         return Dim(factors, True, place, self.span(start), label)
 
-    def group(self, within: bool = False) -> tuple[Factor, ...]:
-        """`(dp cp)`, or blocks `(q + k)` as one factor, which may stand `within` another group."""
-        start, blocks = self.token.start, list[list[Factor]]([[]])
+    def group(self) -> tuple[Factor, ...]:
+        """`(dp cp)`."""
+        found: list[Factor] = []
         self.skip()
         while self.token.kind not in (")", "end"):
-            nested = self.token
-            if nested.kind == "(" and (within or not self.blocks):
+            if self.token.kind == "(":
                 self.closing()
-            elif nested.kind == "(":
-                blocks[-1].extend(self.group(within=True))
-                if not blocks[-1] or not blocks[-1][-1].blocks:
-                    self.wrong("groups don't nest", nested.span)
-            elif self.blocks and blocks[-1] and self.take("+"):
-                blocks.append([])
-            else:
-                blocks[-1].append(self.factor(in_group=True))
-        if not blocks[-1] and (len(blocks) > 1 or not self.tensors):
+            found.append(self.factor(in_group=True))
+        if not found and not self.tensors:
             self.fail(self.inside)
         self.closing()
-        if len(blocks) == 1:
-            return tuple(blocks[0])
-        for factor in itertools.chain(*blocks):
-            if factor.name == "..." or factor.blocks:
-                self.wrong("a block holds names and numbers: no '...', and no blocks", factor.span)
-        return (Factor(None, None, None, self.span(start), tuple(map(tuple, blocks))),)
+        return tuple(found)
 
     def product(self) -> tuple[Item, ...]:
         if self.token.kind == "(":
@@ -445,9 +423,6 @@ class _Parser:
 
     def spec(self) -> Spec:
         dims = self.dims("|", ",")
-        blocks = [f for d in dims for f in d.factors if f.blocks]
-        if len(blocks) > 1:
-            self.wrong("one dim of a tensor holds blocks; take the first ones apart before", blocks[1].span)
         if not self.take("|"):
             return Spec(dims)
         pending: list[Pending] = []
@@ -546,17 +521,6 @@ def parse_tensor(text: str) -> TensorExpression:
     ('b s@tp d', ['b s d'])
     """
     return _Parser(text, tensors=True).expression()
-
-
-@_cached_by_text
-def parse_blocks(text: str) -> TensorExpression:
-    """The same with blocks, in the rule of a transfer.
-
-    >>> (dim, _) = parse_blocks("(h k + g@tp) d").operands[0].dims
-    >>> [[str(factor) for factor in block] for block in dim.factors[0].blocks]
-    [['h', 'k'], ['g@tp']]
-    """
-    return _Parser(text, tensors=True, blocks=True).expression()
 
 
 @_cached_by_text

@@ -48,7 +48,7 @@ from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text, time_text
 from axes.show.panels import Board, Cell, Head, Listing, Remark, Room, Sheet
 from axes.show.rank_text import LEFT_OUT, folded, short_ranks
-from axes.transfers.buckets import Carriage, TensorPiece
+from axes.transfers.buckets import MovedTensor, TensorPiece
 from axes.transfers.transfers import BucketTraffic, Transfer
 
 MOST_ROWS = 6
@@ -137,7 +137,7 @@ def seen_transfer(move: Transfer, rank: int | None = None) -> Transfer:
 class KindOfTensors:
     """Tensors, or parts of them, that have shape, dtype and specs in common. bytes: of all, on their way."""
 
-    first: Carriage
+    first: MovedTensor
     names: tuple[tuple[str, str], ...]
     bytes: int
 
@@ -182,7 +182,7 @@ class KindOfTensors:
 
 def kinds_of(move: Transfer) -> list[KindOfTensors]:
     """The tensors by kind, those of most bytes first."""
-    found: dict[Any, list[Carriage]] = {}
+    found: dict[Any, list[MovedTensor]] = {}
     for one in move.tensors:
         key = (str(one.source), str(one.target), one.shape, one.shapes, one.dtypes)
         found.setdefault(key, []).append(one)
@@ -297,7 +297,7 @@ def _ranks_said(who: str) -> str:
 
 def _least(move: Transfer) -> str:
     """Of what the bytes that are received are the least."""
-    read = {(one.source_name, one.link and one.link.offsets) for one in move.tensors}
+    read = {(one.source_name, one.part and one.part.offsets) for one in move.tensors}
     tied = len(read) < len(move.tensors) or move.equal
     more = "; tied targets may each count" if tied else ": no plan sends less"
     return f"received is what ranks need and don't have{more}"

@@ -13,8 +13,8 @@ Each job runs its own `torch.distributed`, and what both reach is a store (see `
    the spec names, as digits of the job's ranks.
 3. Each rank derives the plan from both texts: an `axes.transfer` over the ranks of both, numbered by job in the order
    of the peers. All ranks compare fingerprints before the first byte.
-4. The ranks that exchange anything connect by a communicator that is no group of either job, and carry the plan out.
-   The next transfer between the same ranks uses it again.
+4. All ranks connect by a communicator that is no group of either job, and carry the plan out. The next transfer
+   between the same jobs uses it again.
 5. All ranks say how it ended. Where one failed or says nothing, all raise.
 """
 
@@ -28,10 +28,10 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,24 +56,24 @@ from axes.algebra.sizes import tuple_of
 from axes.algebra.specs import parsed_sharding
 from axes.extension import Operation
 from axes.runtime import torch_private
-from axes.runtime.agreement import agree_at
+from axes.runtime.agreement import LINGER_SECONDS, agree_at, in_time, refuse
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.operation import heard
 from axes.runtime.programs import name_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_dense
+from axes.transfers.execution import Execution
 from axes.transfers.layout_rules import LayoutRules, Table
-from axes.transfers.rendezvous import GRACE, JobCall, Pair, Rendezvous, connection_prefix
-from axes.transfers.transfer_ends import on_own_ranks
-from axes.transfers.transfer_runs import TransferRun, check_memory, check_writable
+from axes.transfers.rendezvous import GRACE, STORE, JobCall, Pair, Rendezvous
+from axes.transfers.transfer_ends import of_tensor, on_own_ranks
 from axes.transfers.transfers import Like, Transfer, transfer
 
-_ADVICE = "All ranks of the mesh call it alike, in the same order"
+_ADVICE = "All ranks of the mesh call it alike, in the same order; none has other specs"
 
 _CALLS = ("link.send", "link.receive")
 
-Told = list[Any] | None
-"""What a rank says of a tensor: whether its shape is the whole one, shape, dtype; None where it has none of it."""
+BUCKET_MB = 64.0
+"""MiB of the buffers of a bucket, the same in all jobs."""
 
 
 def connect(
@@ -100,8 +100,12 @@ def connect(
     """
     if not isinstance(store, dist.Store):
         raise MeshError(f"a link is made at a torch.distributed store, such as a TCPStore; found {shown(store)}")
-    names = None if isinstance(peers, str) else tuple_of(peers)
-    if names is None or len(names) < 2 or not all(map(_is_name, names)) or len({*names}) < len(names):
+    names = () if isinstance(peers, str) else tuple_of(peers) or ()
+    if (
+        len(names) < 2
+        or not all(isinstance(each, str) and each.isidentifier() for each in names)
+        or len({*names}) < len(names)
+    ):
         raise MeshError(f"peers are two or more words, all different; found {shown(peers)}")
     if not isinstance(name, str) or name not in names:
         near = suggestion(name, names) if isinstance(name, str) else ""
@@ -110,16 +114,12 @@ def connect(
     if whole.size < whole.universe.size:
         named = ", ".join(f"'{axis}'" for axis in whole.axis_names)
         text = " ".join(f"{axis}={size}" for axis, size in whole.shape.items())
-        line = [int(rank) for rank in whole.universe.group(whole.extent, whole.rank)]
+        ranks = [int(rank) for rank in whole.universe.group(whole.extent, whole.rank)]
         raise MeshError(
             f"mesh[{named}] is another one on each rank, and all ranks of the mesh of a link are one job. Connect by "
-            f"the whole mesh; or by one of these ranks alone, like axes.init_mesh({text!r}, ranks={line})"
+            f"the whole mesh; or by one of these ranks alone, like axes.init_mesh({text!r}, ranks={ranks})"
         )
     return JobLink(store, name, whole, names, as_timeout(timeout, "timeout"))
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value.isidentifier()
 
 
 class JobLink:
@@ -131,36 +131,26 @@ class JobLink:
     """
 
     def __init__(self, store: dist.Store, name: str, mesh: Mesh, peers: tuple[str, ...], timeout: timedelta | None):
-        self.name, self.peers = name, peers
-        self.mesh = mesh
+        self.name, self.peers, self.mesh, self.ranks = name, peers, mesh, mesh.universe.ranks
         self.device = torch.device(mesh.binding.device_type if mesh.binding is not None else "cpu")
-        self.ranks = mesh.universe.ranks
-        if dist.is_initialized():
-            world = current_world()
-            if world.fake:
-                raise MeshError("axes.connect needs real processes; this world is made up, by axes.simulate")
-            self.job_rank = world.rank
-        elif len(self.ranks) > 1:
+        if not dist.is_initialized() and len(self.ranks) > 1:
             raise MeshError(
                 f"{mesh!r} has {len(self.ranks)} ranks, and torch.distributed isn't running; call axes.init_mesh"
             )
-        else:
-            self.job_rank = self.ranks[0]
+        if dist.is_initialized() and current_world().fake:
+            raise MeshError("axes.connect needs real processes; this world is made up, by axes.simulate")
+        self.job_rank = current_world().rank if dist.is_initialized() else self.ranks[0]
         position = mesh.universe.position(self.job_rank)
         if position is None:
             raise MeshError(f"rank {self.job_rank} isn't one of the ranks of {mesh!r}, which are those that connect")
-        self.rank = position
-        if timeout is None:
-            bound = None if mesh.binding is None else current_world().timeout
-            timeout = bound or torch_private.usual_timeout("gloo")
-        self.store, self.timeout, self.calls, self.closed = store, timeout, 0, False
-        self.meeting = Rendezvous(store, name, position, timeout)
+        bound = None if mesh.binding is None else current_world().timeout
+        self.timeout = timeout or bound or torch_private.usual_timeout("gloo")
+        self.store, self.rank, self.calls, self.closed = store, position, 0, False
+        self.meeting = Rendezvous(store, name, position, self.timeout)
         self.connections: dict[str, Connection] = {}
-        self.runs: dict[tuple[str, str], tuple[Any, LinkRun]] = {}
-        self.texts: dict[tuple[str, int], tuple[str, str]] = {}
+        self.runs: dict[tuple[str, str], Execution] = {}
         said = f"axes.connect(store, '{name}', {mesh.declaration}, peers={peers})"
-        token = self._told("axes.connect", said, uuid.uuid4().hex[:12])[0]
-        self.meeting.join(token)
+        self.meeting.join(self._told("axes.connect", said, uuid.uuid4().hex[:12])[0])
 
     def __repr__(self) -> str:
         return f"<link of '{self.name}' with {', '.join(repr(peer) for peer in self.peers if peer != self.name)}>"
@@ -181,7 +171,7 @@ class JobLink:
             return
         self.closed = True
         for name in list(self.connections):
-            self.connections.pop(name).end()
+            self._disconnect(name)
         self.runs.clear()
         self.meeting.leave()
 
@@ -238,32 +228,19 @@ class JobLink:
         if self.closed:
             raise MeshError(f"this link of '{self.name}' is closed; axes.connect makes another one for {said}")
         self.calls += 1
-        wrong: AxesError | None = None
-        own: OwnTensors | None = None
-        text = ""
-        waits = f"is in {said}, and waits for its own ranks"
-        self.meeting.note(waits)
+        self.meeting.note(f"is in {said}, and waits for its own ranks")
+        call = JobCall(
+            self.name, self.meeting.token, self.calls, len(self.ranks), "", self.peers.index(self.name), side
+        )
         try:
             own, text = self._described(tensors, specs, said, side, rules)
-        except AxesError as failed:
-            wrong = failed
-        call = JobCall(
-            self.name,
-            self.meeting.token,
-            self.calls,
-            len(self.ranks),
-            _digest(text),
-            self.peers.index(self.name),
-            side,
-            "" if wrong is None else f"{type(wrong).__name__}: {wrong}",
-        )
-        if wrong is not None:
+        except AxesError as wrong:
             if self.rank == 0:
                 with contextlib.suppress(AxesError):  # its own error matters more
                     self.meeting.note(f"raised in {said}: {wrong}")
-                    self.meeting.meet(call, other, text, said)
-            raise wrong
-        assert own is not None, "what isn't wrong is described"
+                    self.meeting.meet(replace(call, error=f"{type(wrong).__name__}: {wrong}"), other, "", said)
+            raise
+        call = replace(call, text=_digest(text))
         pair = heard(self._waits(other, side), self._met, call, other, text, said)
         try:
             self._carried_out(pair, own, text, said)
@@ -283,219 +260,143 @@ class JobLink:
 
     def _described(self, tensors: Any, specs: Any, said: str, side: int, rules: Any) -> tuple[OwnTensors, str]:
         """This rank's tensors, and what the job says of all of them; errors are the same on all its ranks."""
-        wrong: AxesError | None = None
-        own: OwnTensors | None = None
+        subject = f"call {self.calls} of the link, {said}"
         try:
             own = OwnTensors(self, tensors, specs, ("send", "receive")[side], rules)
-        except AxesError as failed:
-            wrong = failed
-        told = [None, str(wrong), ""] if own is None else [own.told, "", own.written]
-        every = self._told(said, f"call {self.calls} of the link: {said}", told)
-        if wrong is not None:
-            raise wrong
-        for rank, (_, error, _) in enumerate(every):
-            if error:
-                raise ShardingError(f"rank {rank} of '{self.name}' can't take part in {said}: {error}")
-        written = {text: rank for rank, (_, _, text) in enumerate(every)}
-        if len(written) > 1:
-            both = "".join(f"\n  rank {rank}: {text}" for text, rank in sorted(written.items(), key=lambda w: w[1])[:2])
-            raise DesyncError(f"ranks of '{self.name}' have other specs in {said}:{both}")
-        assert own is not None, "its error would have been raised"
-        return own, own.text([found for found, *_ in every])
+        except AxesError as wrong:
+            self._told(subject, "", None, wrong=wrong)
+            raise
+        return own, own.text(self._told(subject, f"{said}, of {own.written}", own.told))
 
     def _met(self, call: JobCall, other: str, text: str, said: str) -> Pair:
         """The transfer for which the first ranks of both jobs have met: each tells its own job."""
-        subject, told = f"{said}, which rank 0 begins with '{other}'", {}
-        if self.rank == 0:
-            try:
+        subject, told = f"{said}, which rank 0 begins with '{other}'", list[Any]()
+        try:
+            if self.rank == 0:
                 pair = self.meeting.meet(call, other, text, said)
-                told = {"jobs": [asdict(pair.source), asdict(pair.target)]}
-            except DesyncError as error:
-                with contextlib.suppress(DesyncError):  # its own error matters more
-                    self._told(subject, "", {"error": str(error)}, 8 * GRACE)
-                raise
-        found = self._told(subject, "", told, 8 * GRACE)[0]
-        if "error" in found:
-            raise DesyncError(found["error"])
-        source, target = (JobCall(**each) for each in found["jobs"])
+                told = [asdict(pair.source), asdict(pair.target)]
+        except DesyncError as wrong:
+            self._told(subject, "", None, wrong=wrong)
+            raise
+        source, target = (JobCall(**each) for each in self._told(subject, "", told, 8 * GRACE)[0])
         return Pair(source, target, call.side)
 
-    def _told(self, subject: str, statement: str, told: Any, more: float = 0.0) -> list[Any]:
+    def _told(
+        self, subject: str, statement: str, told: Any, more: float = 0.0, wrong: AxesError | None = None
+    ) -> list[Any]:
         """What each rank of this job tells the others, when all have come and stated the same.
 
-        more: seconds beyond the limit.
+        more: seconds beyond the limit. wrong: why this rank can't come, which the others are told.
         """
         if len(self.ranks) == 1:
             return [json.loads(json.dumps(told))]
         world = current_world()
         barrier = world.barrier("link", self.ranks, f"{subject}, in '{self.name}'", _ADVICE)
+        if wrong is not None:
+            refuse(world.member, barrier, wrong)
+            return []
         return agree_at(world.member, barrier, statement, self.timeout + timedelta(seconds=more), told)
 
     def _carried_out(self, pair: Pair, own: OwnTensors, text: str, said: str) -> None:
-        other = pair.other
+        """Plan from both texts, begin with all ranks of both jobs, and exchange."""
+        other, rank = pair.other, pair.first((pair.source, pair.target)[pair.side]) + self.rank
         if other.error:
             raise DesyncError(f"'{other.name}' can't take part in {said}:\n  {other.error}\nNothing was written")
-        theirs = self._text_of_other(pair, said)
+        theirs = self.meeting.text_of(pair, said)
+        if _digest(theirs) != other.text:
+            raise DesyncError(f"'{other.name}' has given up {said}, and begun another. Nothing was written")
         texts = (text, theirs) if pair.side == 0 else (theirs, text)
-        rank = pair.first((pair.source, pair.target)[pair.side]) + self.rank
-        wrong: AxesError | None = None
         move: Transfer | None = None
+        wrong: AxesError | None = None
         try:
-            first = (pair.first(pair.source), pair.first(pair.target))
-            names = pair.source.name, pair.target.name
-            move = _plan(texts, first, names, BUCKET_MB).at(rank)
+            firsts = pair.first(pair.source), pair.first(pair.target)
+            move = _plan(texts, firsts, (pair.source.name, pair.target.name), BUCKET_MB).at(rank)
         except AxesError as error:
             wrong = error
-        connection = self.connections.get(other.name)
-        part = move is not None and bool(move.partners)
-        held = "" if connection is None or connection.of != (other.token, self.meeting.token) else connection.name
-        plan = "" if move is None else move.fingerprint
+        of = other.token, self.meeting.token
+        held = self.connections.get(other.name)
+        name = held.name if held is not None and held.of == of else ""
         try:
-            members, fresh = self.meeting.begin(pair, rank, plan, wrong, part, held, said)
+            kept = self.meeting.begin(pair, rank, "" if move is None else move.fingerprint, wrong, name, said)
         except AxesError as error:
-            kind = DesyncError if isinstance(error, DesyncError) else type(error)
-            raise kind(f"{error}\nNothing was written") from error
+            raise type(error)(f"{error}\nNothing was written") from error
         assert move is not None, "all have the same plan"
-        self._exchanged(pair, own, move, members, fresh, said)
+        self._exchanged(pair, own, move, kept, said)
 
-    def _text_of_other(self, pair: Pair, said: str) -> str:
-        digest, found = self.texts.get((pair.other.name, pair.side), ("", ""))
-        if digest != pair.other.text:
-            found = self.meeting.text_of(pair, 1 - pair.side, said)
-            if _digest(found) != pair.other.text:
-                raise DesyncError(f"'{pair.other.name}' has given up {said}, and begun another. Nothing was written")
-            self.texts[pair.other.name, pair.side] = (pair.other.text, found)
-        return found
-
-    def _exchanged(
-        self, pair: Pair, own: OwnTensors, move: Transfer, members: tuple[int, ...], fresh: bool, said: str
-    ) -> None:
-        error, place = "", members.index(move.rank) if fresh and move.rank in members else None
-        run = LinkRun(move, members, self, pair)
+    def _exchanged(self, pair: Pair, own: OwnTensors, move: Transfer, kept: bool, said: str) -> None:
+        """Carry the plan out, over the connection that all ranks have `kept` or a new one; and say how it ended."""
+        key, error = (pair.source.name, pair.target.name), ""
+        run = self.runs.get(key)
+        if run is None or (run.move.fingerprint, run.move.rank) != (move.fingerprint, move.rank):
+            run = self.runs[key] = Execution(move, range(pair.size), self.device)
+        run.arrived = -1
         try:
-            if move.partners:
-                connection = self._connected(pair, move.rank, members, fresh)
-                run = self._run_of(pair, move, connection)
-            run.carry(*((own.local, {}, {}) if pair.side == 0 else ({}, own.local, own.given)))
+            if not kept:
+                self._connect(pair, move.rank)
+            with torch.no_grad():
+                self._carry(run, pair, own)
         except (AxesError, RuntimeError) as failed:
             error = (str(failed).strip().splitlines() or [type(failed).__name__])[0]
-            # Who waits for this rank hears it at once.
-            self._disconnect(pair.other.name)
+            run.bound = None
+            self._disconnect(pair.other.name)  # who waits for this rank hears it at once
         try:
-            self.meeting.end(pair, move.rank, error, place, said)
+            self.meeting.end(pair, move.rank, error, not kept, said)
         except DesyncError as failed:
-            whole = f"\n{run.state}" if pair.side == 1 else ""
+            whole = f"\n{run.state(f'rank {self.rank} of {self.name!r}')}" if pair.side == 1 else ""
             raise DesyncError(f"{failed}{whole}") from failed
 
-    def _run_of(self, pair: Pair, move: Transfer, connection: Connection) -> LinkRun:
-        """The plan made ready for this rank: that of the last call, where it was the same."""
-        key, same = (pair.source.name, pair.target.name), (move.fingerprint, move.rank, connection.members)
-        found = self.runs.get(key)
-        if found is None or found[0] != same:
-            found = self.runs[key] = (same, LinkRun(move, connection.members, self, pair))
-        found[1].group = connection.group
-        return found[1]
+    def _carry(self, run: Execution, pair: Pair, own: OwnTensors) -> None:
+        """From these shards into those; return when a GPU has done all of it, within the limit."""
+        held, given = run.fit(*((own.local, {}) if pair.side == 0 else ({}, own.local)))
+        bound, _ = run.bind(held, given)
+        run.count_writes(own.given, given)
+        heard(self._operation(run, pair), run.run, bound, self.connections[pair.other.name].group)
+        if self.device.type == "cpu":
+            return
+        done, end = torch.Event(self.device), time.monotonic() + self.timeout.total_seconds()
+        done.record()
+        while not done.query():  # its backend's messages wait for the stream alone
+            if time.monotonic() > end:
+                run.arrived = -1  # nobody knows what has been written
+                raise RuntimeError(f"the GPU waits for others, for {self.timeout.total_seconds():g} s now")
+            time.sleep(0.001)
 
-    def _connected(self, pair: Pair, rank: int, members: tuple[int, ...], fresh: bool) -> Connection:
-        """The connection among the ranks that exchange anything; one that all of them have may have more members."""
-        other = pair.other.name
-        if fresh:
-            self._disconnect(other)
-            store = dist.PrefixStore(connection_prefix(pair), dist.PrefixStore("axes/link", self.store))
-            place = members.index(rank), len(members)
-
-            def make() -> Any:
-                return torch_private.backend_over(store, *place, self.device.type, self.timeout)
-
-            group = self.meeting.connect(make, f"the connections of '{pair.source.name}' and '{pair.target.name}'")
-            self.connections[other] = Connection(pair.key, (pair.other.token, self.meeting.token), members, group)
-        return self.connections[other]
-
-    def _disconnect(self, other: str) -> None:
-        found = self.connections.pop(other, None)
-        if found is not None:
-            found.end()
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A communicator with ranks of another job.
-
-    of: the tokens of both jobs, the other's first. members: its ranks among those of both jobs, in its order.
-    """
-
-    name: str
-    of: tuple[str, str]
-    members: tuple[int, ...]
-    group: Any
-
-    def end(self) -> None:
-        """Close its connections, so that who waits for this rank hears it."""
-        with contextlib.suppress(RuntimeError):  # one that has failed may be closed already
-            self.group.abort()
-
-
-class LinkRun(TransferRun):
-    """A transfer between jobs on this rank: its group is no group of the job, and shards are tensors alone.
-
-    members: the ranks of the group, in its order.
-    """
-
-    def __init__(self, move: Transfer, members: tuple[int, ...], link: JobLink, pair: Pair):
-        super().__init__(move, None)
-        self.ranks, self.device, self.group = members, link.device, None
-        self.link, self.pair = link, pair
-        self.who, self.patience = f"rank {link.rank} of '{link.name}'", link.timeout.total_seconds()
-
-    def carry(self, tensors: Mapping[str, Any], into: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
-        """Carry it out, from these shards into those. given: the tensors that the shards in `into` are of."""
-        self.arrived = -1
-        with torch.no_grad():
-            held, taken = self._fitting(tensors, into)
-            made = {name: tensor if tensor is not None else self._new(name) for name, tensor in taken.items()}
-            try:
-                bound = self._bound(held, taken, made)
-                self._count_writes(given, taken)
-                if self.group is None:
-                    self._run(bound)
-                else:
-                    heard(self._traced(), self._run, bound)
-                self._wait_for_device()
-            except RuntimeError:
-                self.bound = None
-                raise
-
-    def _traced(self) -> Operation:
-        """The exchange as the trace of this rank's job has it, in the job's own ranks."""
-        first = self.move.rank - self.link.rank
-        own = [self.link.ranks[rank - first] for rank in self.ranks if 0 <= rank - first < len(self.link.ranks)]
-        other = [rank for rank in self.ranks if not 0 <= rank - first < len(self.link.ranks)]
-        sent, received = self.moved
+    def _operation(self, run: Execution, pair: Pair) -> Operation:
+        """The exchange as the trace of this rank's job has it."""
+        sent, received = run.moved
         return replace(
-            self.link._waits(self.pair.other.name, self.pair.side),
-            what=f"{_CALLS[self.pair.side]} of {self.contents}, with {self.pair.whose(other)}",
-            ranks=own,
-            dtype=self.wire_said,
+            self._waits(pair.other.name, pair.side),
+            what=f"{_CALLS[pair.side]} of {run.contents}, with {pair.whose(run.move.partners)}",
+            dtype=run.wire,
             bytes_in=received,
             bytes_out=sent,
         )
 
-    def _wait_for_device(self) -> None:
-        """Return when a GPU has done all of it, within the limit: its backend's messages wait for the stream alone."""
-        if self.device.type == "cpu":
-            return
-        done, end = torch.Event(self.device), time.monotonic() + self.patience
-        done.record()
-        while not done.query():
-            if time.monotonic() > end:
-                self.arrived = -1  # nobody knows what has been written
-                raise RuntimeError(f"the GPU waits for others, for {self.patience:g} s now")
-            time.sleep(0.001)
+    def _connect(self, pair: Pair, rank: int) -> None:
+        """Connect all ranks of both jobs."""
+        self._disconnect(pair.other.name)
+        store = dist.PrefixStore(f"axes/link/{pair.key}/connect", self.store)
+        group = in_time(
+            f"the connections of '{pair.source.name}' and '{pair.target.name}'",
+            self.timeout.total_seconds() + LINGER_SECONDS,
+            lambda: torch_private.backend_over(store, rank, pair.size, self.device.type, self.timeout),
+            STORE,
+        )
+        self.connections[pair.other.name] = Connection(pair.key, (pair.other.token, self.meeting.token), group)
 
-    @property
-    def state(self) -> str:
-        """Which tensors that this rank receives are whole, and which aren't."""
-        return self._state().replace(f"rank {self.move.rank}", self.who, 1)
+    def _disconnect(self, other: str) -> None:
+        """Close the connections with a job, so that who waits for this rank hears it."""
+        if (found := self.connections.pop(other, None)) is not None:
+            with contextlib.suppress(RuntimeError):  # one that has failed may be closed already
+                found.group.abort()
+
+
+class Connection(NamedTuple):
+    """A communicator of all ranks of two jobs. of: the tokens of both, the other's first."""
+
+    name: str
+    of: tuple[str, str]
+    group: Any
 
 
 # --- what a job says of its tensors ---------------------------------------------------------------
@@ -504,50 +405,38 @@ class LinkRun(TransferRun):
 class OwnTensors:
     """The tensors of one call on this rank, and their shardings on the job's mesh.
 
-    given: the tensors by name. local: this rank's shards of them. told: what the rank tells the others of its job.
-    written: the specs as they stand.
+    given: the tensors by name. local: this rank's shards of them. written: the specs as they stand.
+    told: of each tensor what the rank tells the others of its job: the shape of its shard, the dtype, and the whole
+    shape where it knows that; None where it has nothing of it.
     """
 
     def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str, rules: Any):
-        for what, given in (("specs", specs), ("tensors", tensors)):
-            if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-                raise ShardingError(f"{does} takes {what} by name; found {shown(given)}")
+        for what, mapping in (("specs", specs), ("tensors", tensors)):
+            if not isinstance(mapping, Mapping) or not all(isinstance(name, str) for name in mapping):
+                raise ShardingError(f"{does} takes {what} by name; found {shown(mapping)}")
         if missing := [name for name in tensors if name not in specs]:
             raise ShardingError(f"{does}: specs lack {shortened(missing[0])}{suggestion(missing[0], specs)}")
-        self.link = link
-        self.names = sorted(specs)
-        self.given: dict[str, torch.Tensor] = {}
+        self.link, self.names = link, sorted(specs)
+        self.given = {name: value for name in self.names if (value := tensors.get(name)) is not None}
         self.local: dict[str, torch.Tensor] = {}
         self.ends: dict[str, Sharding] = {}
-        self.told: list[Told] = []
+        self.told: list[Any] = []
         for name in self.names:
-            value = tensors.get(name)
-            try:
-                if isinstance(value, torch.Tensor):
+            with of_tensor(name):
+                if isinstance(value := self.given.get(name), torch.Tensor):
                     check_dense(value, does)
                 self.ends[name] = self._end(specs[name], value)
-                self.told.append(self._tell(name, value))
-            except AxesError as error:
-                raise type(error)(f"{error}\n  of the tensor {shortened(name)}") from None
-        for name, value in self.local.items():
-            check_memory(name, value, written=does == "receive")
-            if does == "receive":
-                check_writable(name, value)
-        self.rules = None if rules is None else rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
-        self.written = ", ".join(
-            f"{shortened(name)}: '{end}' on {end.mesh.declaration}" for name, end in self.ends.items()
-        )
+                self.told.append(None if value is None else self._tell(name, value))
+        self.rules = rules if rules is None or isinstance(rules, LayoutRules) else LayoutRules(rules)
+        self.written = ", ".join([f"{shortened(n)}: '{end}' on {end.mesh.declaration}" for n, end in self.ends.items()])
         if self.rules is not None:  # of a long table only the first rules are shown
             self.written += f"; {self.rules!r} {_digest(json.dumps(self.rules._as_data))}"
 
     def _end(self, spec: Any, value: Any) -> Sharding:
-        if isinstance(spec, Sharding):
-            found = spec
-        elif isinstance(spec, str):
-            ndim = value.dim() if isinstance(value, torch.Tensor) else None
-            found = parsed_sharding(self.link.mesh, spec, (), ndim)
-        else:
+        if not isinstance(spec, str | Sharding):
             raise ShardingError(f"a tensor lies by a spec, like 'f@tp d', or a Sharding; found {shown(spec)}")
+        ndim = value.dim() if isinstance(value, torch.Tensor) else None
+        found = spec if isinstance(spec, Sharding) else parsed_sharding(self.link.mesh, spec, (), ndim)
         if found.pending:
             raise ShardingError(f"'{found}' has something pending; resolve it first, with axes.reshard")
         small = on_own_ranks(found)
@@ -555,29 +444,24 @@ class OwnTensors:
             raise ShardingError(f"'{found}' is on ranks that aren't of the mesh of the link, {self.link.mesh!r}")
         return small
 
-    def _tell(self, name: str, value: Any) -> Told:
-        if value is None:
-            return None
+    def _tell(self, name: str, value: Any) -> list[Any]:
         if not isinstance(value, torch.Tensor):
             raise ShardingError(f"it is a DTensor, a shard, or None; found {shown(value)}")
-        end = self.ends[name]
-        self.given[name] = value
-        whole = isinstance(value, DTensor)
-        shape = list(value.shape)
+        end, shape, whole = self.ends[name], [*value.shape], None
         if len(shape) != end.ndim:
             raise wrong_dims(end, end.ndim, len(shape), shape)
         if isinstance(value, DTensor):
-            found = sharding_of_spec(torch_private.spec_of(value))
+            found, whole = sharding_of_spec(torch_private.spec_of(value)), shape
             rank = self.link.job_rank
             if found.pending or found.tile(shape, rank) != end.tile(shape, rank):
                 raise ShardingError(f"it isn't sharded as the spec says\n  spec    {end}\n  tensor  {found}")
             value = torch_private.local_of(value)
         if value.device.type != self.link.device.type:
             raise ShardingError(f"it is on {value.device}; the link's mesh is on '{self.link.device.type}'")
-        self.local[name] = value.detach()
-        return [whole, shape, name_of(value.dtype)]
+        self.local[name] = value
+        return [[*value.shape], name_of(value.dtype), whole]
 
-    def text(self, every: Sequence[Sequence[Told]]) -> str:
+    def text(self, every: Sequence[Sequence[Any]]) -> str:
         """What the job says, from what each of its ranks tells: the same on all of them."""
         meshes: dict[str, int] = {}
         rows = {}
@@ -587,60 +471,40 @@ class OwnTensors:
             shape, dtype = _whole(name, end, told, self.link)
             mesh = json.dumps(_mesh_text(end, self.link.mesh))
             rows[name] = [meshes.setdefault(mesh, len(meshes)), end.at(shape).spec, list(shape), dtype]
-        said = {"axes": _version(), "peers": self.link.peers, "meshes": list(meshes), "tensors": rows}
-        if self.rules is not None:
-            said["rules"] = self.rules._as_data
+        rules = {} if self.rules is None else {"rules": self.rules._as_data}
+        said = {"axes": _version(), "peers": self.link.peers, "meshes": list(meshes), "tensors": rows, **rules}
         return json.dumps(said, sort_keys=True)
 
 
 def _whole(name: str, end: Sharding, told: Mapping[int, Any], link: JobLink) -> tuple[tuple[int, ...], str]:
-    """The whole shape and the dtype of a tensor, from what ranks say of their parts."""
+    """The whole shape and the dtype of a tensor, from what ranks say of their shards."""
     if not told:
         raise ShardingError(f"no rank of '{link.name}' has {shortened(name)}; leave it out of specs")
-    kinds = {dtype: rank for rank, (_, _, dtype) in told.items()}
+    kinds = {dtype: rank for rank, (_, dtype, _) in told.items()}
     if len(kinds) > 1:
         both = " and ".join(f"{dtype} on rank {rank}" for dtype, rank in sorted(kinds.items()))
         raise ShardingError(f"{shortened(name)} is {both} of '{link.name}'")
-    wholes = [tuple(shape) for whole, shape, _ in told.values() if whole]
-    shape = wholes[0] if wholes else _summed(name, end, {rank: shape for rank, (_, shape, _) in told.items()}, link)
-    for rank in end.universe.ranks:
-        at = link.mesh.universe.position(rank)
-        assert at is not None, "checked when the spec was read"
-        tile = end.tile(shape, rank)
-        assert tile is not None, "the rank is of the universe"
-        here = tile_shape(tile)
-        if at not in told and 0 not in here:
+    known = [whole for *_, whole in told.values() if whole is not None]
+    whole = tuple(known[0]) if known else _summed(end, {link.ranks[at]: shape for at, (shape, *_) in told.items()})
+    for at, rank in enumerate(link.ranks):
+        tile, (shape, _, said) = end.tile(whole, rank), told.get(at, (None, "", None))
+        wanted = None if tile is None else list(tile_shape(tile))
+        if (shape != wanted and (shape or wanted or [0]).count(0) == 0) or (said or list(whole)) != list(whole):
+            held = "nothing" if shape is None else f"{said or shape}"
             raise ShardingError(
-                f"rank {at} of '{link.name}' has nothing of {shortened(name)}; by '{end}' it has {list(here)}"
+                f"rank {at} of '{link.name}' has {held} of {shortened(name)}; by '{end}' of {[*whole]} it has {wanted}"
             )
-        if at in told:
-            is_whole, found, _ = told[at]
-            wanted = shape if is_whole else here
-            if tuple(found) != wanted:
-                silent = [rank for rank in range(len(link.ranks)) if rank not in told]
-                without = f", where rank {silent[0]} has nothing of it" if silent else ""
-                raise ShardingError(
-                    f"{shortened(name)} is {found} on rank {at} of '{link.name}'{without}; by '{end}' of {list(shape)} "
-                    f"it is {list(wanted)}"
-                )
-    return shape, next(iter(kinds))
+    return whole, next(iter(kinds))
 
 
-def _summed(name: str, end: Sharding, shapes: Mapping[int, list[int]], link: JobLink) -> tuple[int, ...]:
-    """The whole shape of which these are the shards: along each dim, the sizes of its pieces together."""
-    first = next(iter(shapes.values()))
+def _summed(end: Sharding, shapes: Mapping[int, list[int]]) -> tuple[int, ...]:
+    """The whole shape of which these are the shards, by rank: along each dim, the sizes of its pieces together."""
     found = []
     for at, dim in enumerate(end.dims):
-        if len(dim) > 1:
-            found.append(first[at] * dim.pieces)
-            continue
-        layout = pieces_of(dim, (0,)).layout
-        sizes = {}
-        for rank, shape in shapes.items():
-            position = end.universe.position(link.ranks[rank])
-            if position is not None:
-                sizes[layout.coordinate(position)] = shape[at]
-        found.append(sum(sizes.values()))
+        layout = pieces_of(dim, (0,)).layout if len(dim) == 1 else Layout()
+        positions = {rank: position for rank in shapes if (position := end.universe.position(rank)) is not None}
+        sizes = {layout.coordinate(position): shapes[rank][at] for rank, position in positions.items()}
+        found.append(sum(sizes.values()) * (dim.pieces if len(dim) > 1 else 1))
     return tuple(found)
 
 
@@ -660,10 +524,6 @@ def _mesh_from(said: Mapping[str, Any], first: int) -> Mesh:
     return Mesh("ranks", ranks=ranks, ranks_per_node=said["node"])._with(
         axis_names=tuple(said["names"]), namespace=namespace
     )
-
-
-BUCKET_MB = 64.0
-"""MiB of the buffers of a bucket, the same in all jobs."""
 
 
 @functools.lru_cache(maxsize=16)

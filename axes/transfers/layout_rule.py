@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -159,44 +159,32 @@ def _entry(key: object, value: object) -> str:
 
 
 def _check_expression(rule: LayoutRule, text: str) -> None:
-    tree = grammar.parse_blocks(text)
-    for patterns, trees, side in ((rule.left, tree.operands, "left"), (rule.right, tree.results or (), "right")):
-        if len(trees) != len(patterns):
-            raise ExpressionError(
-                f"the {side} side is {len(trees)} tensors for {len(patterns)} names, of the rule {rule}",
-                text,
-                0,
-                len(text),
-            )
-        for pattern, spec in zip(patterns, trees, strict=True):
-            _check_spec(pattern, spec, text)
+    """`ExpressionError` where an expression can't be that of a rule with these names."""
+    for patterns, parts, side in zip((rule.left, rule.right), sides_of(text), ("left", "right"), strict=True):
+        firsts = list({part.tensor: part for part in reversed(parts)}.values())[::-1]
+        if len(firsts) != len(patterns):
+            message = f"the {side} side is {len(firsts)} tensors for {len(patterns)} names, of the rule {rule}"
+            raise ExpressionError(message, text, 0, len(text))
+        for part in parts:
+            placed = [factor.span for factor in part.factors if factor.place is not None]
+            if placed or part.spec.pending or any(dim.place is not None for dim in part.spec.dims):
+                message = "a layout rule is of whole tensors; write '@' and '|' in their specs"
+                raise ExpressionError(message, text, *(placed or [(0, len(text))])[0])
+        for pattern, part in zip(patterns, firsts, strict=True):
+            for name, dims in [(name, part.dims_of(name)) for name in pattern.counters]:
+                if len(dims) != 1:
+                    raise ExpressionError(
+                        f"'{pattern.text}' stands for one tensor with a dim '{name}': '{part.text(text)}' has no such "
+                        "dim of its own",
+                        text,
+                        0,
+                        len(text),
+                    )
+                if any(map(grammar.has_dots, part.spec.dims[: dims[0]])):
+                    span = part.spec.dims[dims[0]].span
+                    raise ExpressionError(f"write '{name}', a number in the name, before '...'", text, *span)
     for pair in pairs_of(text):
         _check_pair(text, pair)
-
-
-def _check_spec(pattern: NamePattern, spec: Spec, text: str) -> None:
-    placed = [factor for factor in factors_of_spec(spec) if factor.place is not None]
-    if placed or spec.pending or any(dim.place is not None for dim in spec.dims):
-        span = placed[0].span if placed else (0, len(text))
-        raise ExpressionError("a layout rule is of whole tensors; write '@' and '|' in their specs", text, *span)
-    names = [str(dim.factors[0].name) if len(dim.factors) == 1 else "" for dim in spec.dims]
-    for name in pattern.counters:
-        if names.count(name) != 1:
-            raise ExpressionError(
-                f"'{pattern.text}' stands for one tensor with a dim '{name}': '{spec}' has no such dim of its own",
-                text,
-                0,
-                len(text),
-            )
-        if any(map(grammar.has_dots, spec.dims[: names.index(name)])):
-            span = spec.dims[names.index(name)].span
-            raise ExpressionError(f"write '{name}', a number in the name, before '...'", text, *span)
-
-
-def factors_of_spec(spec: Spec) -> Iterator[Factor]:
-    """The factors of a tensor, those of blocks in the place of these."""
-    for factor in itertools.chain(*[dim.factors for dim in spec.dims]):
-        yield from itertools.chain(*factor.blocks) if factor.blocks else (factor,)
 
 
 def sizes_of_rule(sizes: Mapping[str, int], names: Mapping[str, int | None]) -> tuple[tuple[str, int], ...]:
@@ -207,28 +195,43 @@ def sizes_of_rule(sizes: Mapping[str, int], names: Mapping[str, int | None]) -> 
 
 def names_of_rule(text: str) -> dict[str, int | None]:
     """The names of an expression that may be given a size, with the size where it is written."""
-    if not text:
-        return {}
-    tree = grammar.parse_blocks(text)
     found: dict[str, int | None] = {}
-    for spec in (*tree.operands, *(tree.results or ())):
-        for item in grammar.items_of(factors_of_spec(spec)):
+    for part in itertools.chain(*sides_of(text)) if text else ():
+        for item in grammar.items_of(part.factors):
             found[item.name] = item.size or found.get(item.name)
     return found
 
 
 # --- what becomes what
 
+_BLOCKS = re.compile(r"\(([^()]*\+[^()]*)\)")
+"""A group that holds blocks, `(h k + g k)`: tensors in one dim, one behind the other."""
+
 
 class RulePart(NamedTuple):
-    """A tensor of one side of a rule, or one of its blocks: the numbers of both, and its dims in segments.
-
-    A segment of a dim is the names of the block, or the names in front of the blocks or behind them.
-    """
+    """A tensor of one side of a rule, or one of its blocks. span: of the group of blocks in the text."""
 
     tensor: int
-    block: int
     spec: Spec
+    span: tuple[int, int] = (0, 0)
+
+    @property
+    def factors(self) -> list[Factor]:
+        """The factors of its dims."""
+        return list(itertools.chain(*[dim.factors for dim in self.spec.dims]))
+
+    def is_block(self, factor: Factor) -> bool:
+        """Whether a factor is of the block, not of what all blocks of the tensor share."""
+        return self.span[0] <= factor.span[0] < self.span[1]
+
+    def dims_of(self, name: str) -> list[int]:
+        """The dims that a name is all of."""
+        own = [(dim.factors, [factor.name for factor in dim.factors]) for dim in self.spec.dims]
+        return [at for at, (factors, names) in enumerate(own) if names == [name] and not self.is_block(factors[0])]
+
+    def text(self, text: str) -> str:
+        """The tensor as it stands in the text of the rule."""
+        return text[self.spec.dims[0].span[0] : self.spec.dims[-1].span[1]] if self.spec.dims else ""
 
     def dims(self, dots: int) -> list[list[tuple[bool, tuple[str, ...]]]]:
         """For each dim its segments, with whether each is the block; `...` is so many names."""
@@ -243,36 +246,66 @@ class RulePart(NamedTuple):
             if grammar.has_dots(dim) and not dim.grouped:
                 found.extend([[(False, (name,))] for name in hidden])
                 continue
-            segments = itertools.groupby(dim.factors, lambda factor: bool(factor.blocks))
-            chosen = [
-                (is_block, itertools.chain(*[f.blocks[self.block] if is_block else (f,) for f in factors]))
-                for is_block, factors in segments
-            ]
-            found.append([(is_block, names(factors)) for is_block, factors in chosen])
+            segments = itertools.groupby(dim.factors, self.is_block)
+            found.append([(is_block, names(factors)) for is_block, factors in segments])
         return found
-
-    @property
-    def factors(self) -> list[Factor]:
-        """The factors of its dims."""
-        every = itertools.chain(*[dim.factors for dim in self.spec.dims])
-        return [each for f in every for each in (f.blocks[self.block] if f.blocks else (f,))]
 
 
 Pair = tuple[RulePart, RulePart]
 
 
 @functools.lru_cache(maxsize=4096)
+def sides_of(text: str) -> tuple[tuple[RulePart, ...], tuple[RulePart, ...]]:
+    """The tensors of both sides, block by block. The text is read once for each block, with blanks for the others.
+
+    >>> [str(part.spec) for part in sides_of("q d, k d -> (q + k) d")[1]]
+    ['(q) d', '(k) d']
+    """
+    groups = list(_BLOCKS.finditer(text))
+    for group in groups:
+        if any("..." in block or not block.strip() for block in group[1].split("+")):
+            raise ExpressionError("a block holds names and numbers: no '...', and no blocks", text, *group.span())
+    trees = []
+    for number in range(max([group[1].count("+") + 1 for group in groups], default=1)):
+        one = text
+        for group in groups:
+            one = _with_block(one, group, number)
+        if "+" in one:
+            raise ExpressionError("blocks stand in a group of their own, like '(q + k) d'", text, one.index("+"))
+        try:
+            trees.append(grammar.parse_tensor(one))
+        except ExpressionError as error:
+            raise ExpressionError(error.message, text, error.start, error.stop) from None
+    sides = []
+    for side in (0, 1):
+        parts: list[RulePart] = []
+        of_side = [group for group in groups if ("->" in text[: group.start()]) == bool(side)]
+        for tensor in range(len((trees[0].operands, trees[0].results or ())[side])):
+            own = [group for group in of_side if text[: group.start()].rpartition("->")[2].count(",") == tensor]
+            if len(own) > 1:
+                message = "one dim of a tensor holds blocks; take the first ones apart before"
+                raise ExpressionError(message, text, *own[1].span())
+            for tree in trees[: own[0][1].count("+") + 1 if own else 1]:
+                spec = (tree.operands, tree.results or ())[side][tensor]
+                parts.append(RulePart(tensor, spec, own[0].span() if own else (0, 0)))
+        sides.append(tuple(parts))
+    return sides[0], sides[1]
+
+
+def _with_block(text: str, group: re.Match[str], number: int) -> str:
+    """The text with one block of a group, the last one where it has fewer; parentheses within others are left out."""
+    (start, end), blocks = group.span(), group[1].split("+")
+    kept = blocks[min(number, len(blocks) - 1)]
+    before = " " * sum([len(block) + 1 for block in blocks[: min(number, len(blocks) - 1)]])
+    left, right = "  " if text[:start].count("(") > text[:start].count(")") else "()"
+    inside = f"{before}{kept}".ljust(end - start - 2)
+    return f"{text[:start]}{left}{inside}{right}{text[end:]}"
+
+
+@functools.lru_cache(maxsize=4096)
 def pairs_of(text: str) -> tuple[Pair, ...]:
     """What becomes what: one tensor may become several that are equal, and the reverse; else block by block."""
-    tree = grammar.parse_blocks(text)
-    left, right = (
-        [
-            RulePart(number, block, spec)
-            for number, spec in enumerate(side)
-            for block in range(max([len(f.blocks) for dim in spec.dims for f in dim.factors], default=0) or 1)
-        ]
-        for side in (tree.operands, tree.results or ())
-    )
+    left, right = sides_of(text)
     names = [{factor.name for factor in part.factors} for part in (*left, *right)]
     if "+" not in text and 1 in (len(left), len(right)) and all(each == names[0] for each in names):
         return tuple(itertools.product(left, right))
@@ -293,17 +326,16 @@ def _check_pair(text: str, pair: Pair) -> None:
     for side, part, other in sides:
         there = {factor.name for factor in other.factors}
         for at, factor in enumerate(part.factors):
-            message = None
-            if factor.name is None and factor.size != 1:
-                message = "a layout rule takes no number but 1; name the dim and give its size"
-            elif factor.name == "_":
-                message = "'_' stands in specs only; a layout rule needs a name"
-            elif factor.name is not None and factor.name not in there:
-                message = f"{shortened(factor.name)} stands on the {side} only"
-            elif factor.name is not None and factor.name in [each.name for each in part.factors[:at]]:
-                message = f"{shortened(factor.name)} stands twice in one tensor"
-            if message is not None:
-                raise ExpressionError(message, text, *factor.span)
+            before, name = [each.name for each in part.factors[:at]], shortened(factor.name)
+            rules = {
+                "a layout rule takes no number but 1; name the dim and give its size": factor.name is None,
+                "'_' stands in specs only; a layout rule needs a name": factor.name == "_",
+                f"{name} stands on the {side} only": factor.name not in there,
+                f"{name} stands twice in one tensor": factor.name in before,
+            }
+            wrong = [message for message, is_wrong in rules.items() if is_wrong]
+            if wrong and not (factor.name is None and factor.size == 1):
+                raise ExpressionError(wrong[0], text, *factor.span)
     for dim in pair[0].spec.dims:
         if dim.grouped and grammar.has_dots(dim):
             raise ExpressionError("'...' in a group on the left leaves its sizes open; name the dims", text, *dim.span)

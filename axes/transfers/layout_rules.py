@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.grammar import Spec, parse_blocks
 from axes.algebra.name_patterns import NameIndex
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
-from axes.transfers.layout_pieces import LayoutPiece, whole_piece, without_overlap
-from axes.transfers.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, sizes_of_rule
+from axes.transfers.layout_pieces import LayoutPiece, layout_piece, whole_piece, without_overlap
+from axes.transfers.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, sides_of, sizes_of_rule
 from axes.transfers.rule_pieces import Shape, SolvedRule, solved_pieces
 
 Table = Mapping[str | tuple[str, ...] | None, str | tuple[str, ...] | None]
@@ -88,21 +88,13 @@ class LayoutChange:
 
 def _change(sources: Mapping[str, Shape], made: _Made, unused: Iterable[str]) -> LayoutChange:
     """Of pieces that are the same elements of a target the first is read."""
+    targets = {name: shape for name, (shape, _) in made.items()}
     pieces, equal = {}, list[LayoutPiece]()
     for name, (shape, parts) in made.items():
-        pieces[name], others = _distinct(parts, shape)
-        equal.extend(others)
-    return LayoutChange(
-        sources, {name: shape for name, (shape, _) in made.items()}, pieces, tuple(unused), tuple(equal)
-    )
-
-
-def _distinct(parts: Sequence[LayoutPiece], shape: Shape) -> tuple[tuple[LayoutPiece, ...], list[LayoutPiece]]:
-    if sum([math.prod(piece.shape) for piece in parts]) <= math.prod(shape):
-        return tuple(parts), []
-    taken = without_overlap(piece.target_tile for piece in parts)
-    sides = [[piece for piece, first in zip(parts, taken, strict=True) if first is which] for which in (True, False)]
-    return tuple(sides[0]), sides[1]
+        taken = without_overlap([piece.target_tile for piece in parts], math.prod(shape))
+        pieces[name] = tuple(itertools.compress(parts, taken))
+        equal += itertools.compress(parts, map(operator.not_, taken))
+    return LayoutChange(sources, targets, pieces, tuple(unused), tuple(equal))
 
 
 class LayoutRules:
@@ -346,16 +338,16 @@ def _counted_shape(
             raise ShardingError(
                 f"{first} is {shape} and {name} is {list(sources[name])}, which are one tensor by the rule {rule}"
             )
-    dims = _counted_dims(pattern, parse_blocks(rule.expression).operands[slot])
-    for dim, size in sorted(zip(dims, counts, strict=True)):
+    for dim, size in sorted(zip(_counted_dims(rule, 0)[slot], counts, strict=True)):
         shape.insert(dim, size)
     return tuple(shape)
 
 
-def _counted_dims(pattern: NamePattern, spec: Spec) -> list[int]:
-    """The dims of a tensor that are the numbers in its name."""
-    names = [str(dim.factors[0].name) if len(dim.factors) == 1 else "" for dim in spec.dims]
-    return [names.index(name) for name in pattern.counters]
+def _counted_dims(rule: LayoutRule, side: int) -> list[list[int]]:
+    """Of each tensor of a side the dims that are the numbers in its name."""
+    firsts = {part.tensor: part for part in reversed(sides_of(rule.expression)[side])}
+    patterns = enumerate((rule.left, rule.right)[side])
+    return [[firsts[tensor].dims_of(name)[0] for name in pattern.counters] for tensor, pattern in patterns]
 
 
 def _without(values: Sequence[int], dims: Collection[int]) -> Shape:
@@ -368,10 +360,7 @@ _Made = dict[str, tuple[Shape, tuple[LayoutPiece, ...]]]
 
 def _expanded(rule: LayoutRule, stars: tuple[str, ...], taken: _Sources, solved: SolvedRule) -> _Made:
     """The targets of a rule by name."""
-    tree = parse_blocks(rule.expression)
-    here, there = (
-        list(map(_counted_dims, *side)) for side in ((rule.left, tree.operands), (rule.right, tree.results or ()))
-    )
+    here, there = _counted_dims(rule, 0), _counted_dims(rule, 1)
     found: dict[str, tuple[Shape, list[LayoutPiece]]] = {}
     for pattern, shape, counted in zip(rule.right, solved.shapes, there, strict=True):
         for numbers in itertools.product(*[range(shape[dim]) for dim in counted]):
@@ -405,5 +394,6 @@ def _expanded(rule: LayoutRule, stars: tuple[str, ...], taken: _Sources, solved:
             counts = dict(zip(pattern.counters, [target_offset[dim] for dim in theirs], strict=True))
             target = pattern.filled(stars, counts)
             offsets = _without(source_offset, own), _without(target_offset, theirs)
-            found[target][1].append(LayoutPiece(source, target, dims, *offsets))
+            shapes = _without(piece.shapes[0], own), _without(piece.shapes[1], theirs)
+            found[target][1].append(layout_piece(source, target, dims, offsets, shapes))
     return {name: (shape, tuple(pieces)) for name, (shape, pieces) in found.items()}

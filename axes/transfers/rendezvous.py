@@ -29,12 +29,10 @@ import torch.distributed as dist
 
 from axes.algebra.errors import AxesError, DesyncError
 from axes.runtime.agreement import (
-    LINGER_SECONDS,
     Barrier,
     Member,
     agree_at,
     asked,
-    in_time,
     leave_word,
     note_key,
     polled,
@@ -50,7 +48,9 @@ REPORT = 1.5
 """Seconds in which all ranks report a failure that closes their connections."""
 
 _SHOWN = 8
-_STORE = "the link's store"
+STORE = "the link's store"
+"""What errors call the store of a link."""
+
 _NOTHING = "?"
 """What is under no key: a store that finds none says that it has found what was expected."""
 
@@ -138,6 +138,8 @@ class Rendezvous:
         self.store = dist.PrefixStore("axes/link", store)
         self.name, self.rank, self.timeout = name, rank, timeout
         self.seconds, self.token, self.entry = timeout.total_seconds(), "", f"job/{name}"
+        self.texts: dict[str, tuple[str, str]] = {}
+        """What other jobs have said of their tensors, with its digest."""
         self.posted: dict[str, str] = {}
         """What the job has in the store, by key: its token, digests of its texts."""
         self.open: Pair | None = None
@@ -145,11 +147,7 @@ class Rendezvous:
 
     def ask(self, subject: str, patience: float, question: Callable[[dist.Store], T]) -> T:
         """`question(store)`, which ends by itself within `patience` seconds, or an error that says what is wrong."""
-        return asked(subject, patience, lambda: question(self.store), _STORE)
-
-    def connect(self, make: Callable[[], T], subject: str) -> T:
-        """`make()`, which connects ranks through the store, within the limit."""
-        return in_time(subject, self.seconds + LINGER_SECONDS, make, _STORE)
+        return asked(subject, patience, lambda: question(self.store), STORE)
 
     # who is there
 
@@ -178,7 +176,7 @@ class Rendezvous:
     def note(self, text: str) -> None:
         """Leaves word of where the job is, for others that wait for it."""
         if self.rank == 0:
-            leave_word(Member(self.store, 0, _STORE, lambda _: rank_of(0, self.name)), text, GRACE)
+            leave_word(Member(self.store, 0, STORE, lambda _: rank_of(0, self.name)), text, GRACE)
 
     # meeting
 
@@ -235,48 +233,44 @@ class Rendezvous:
         store.delete_key(answer)
         return met
 
-    def text_of(self, pair: Pair, side: int, said: str) -> str:
-        """What the job of a side says of its tensors."""
-        key = f"text/channel/{pair.source.name}/{pair.target.name}/{side}"
-        return self.ask(said, self.seconds, lambda store: store.get(key).decode())
+    def text_of(self, pair: Pair, said: str) -> str:
+        """What the other job says of its tensors."""
+        key = f"text/channel/{pair.source.name}/{pair.target.name}/{1 - pair.side}"
+        digest, found = self.texts.get(key, ("", ""))
+        if digest != pair.other.text:
+            found = self.ask(said, self.seconds, lambda store: store.get(key).decode())
+            self.texts[key] = pair.other.text, found
+        return found
 
     # barriers
 
-    def begin(
-        self, pair: Pair, rank: int, fingerprint: str, wrong: AxesError | None, part: bool, held: str, said: str
-    ) -> tuple[tuple[int, ...], bool]:
-        """Returns when all ranks of both jobs are ready for the same transfer; an error on all of them otherwise.
+    def begin(self, pair: Pair, rank: int, plan: str, wrong: AxesError | None, held: str, said: str) -> bool:
+        """Whether all ranks of both jobs, which are ready for the same transfer, hold the same connection already.
 
-        part: whether this rank exchanges anything. held: by which connections, "" for none yet. Gives the ranks that
-        exchange anything, and whether they connect anew.
+        held: the name of this rank's, "" for none yet. An error of one rank is an error on all of them.
         """
-        member = self._member(pair, rank)
+        member = Member(self.store, rank, STORE, pair.whose)
         barrier = Barrier(f"{pair.key}/begin", range(pair.size), f"{said}, before the first byte")
         if wrong is not None:
             refuse(member, barrier, wrong)
             raise wrong
-        every = agree_at(member, barrier, f"the plan {fingerprint}", self.timeout, [part, held])
-        members = tuple(each for each, (takes_part, _) in enumerate(every) if takes_part)
-        connections = {every[each][1] for each in members}
-        return members, len(connections) != 1 or "" in connections
+        every = {*agree_at(member, barrier, f"the plan {plan}", self.timeout, held)}
+        return len(every) == 1 and "" not in every
 
-    def end(self, pair: Pair, rank: int, error: str, place: int | None, said: str) -> None:
+    def end(self, pair: Pair, rank: int, error: str, connected: bool, said: str) -> None:
         """Returns when the transfer has succeeded on all ranks of both jobs; `DesyncError` on all of them otherwise.
 
-        error: why it failed on this rank, "" where it didn't. place: of this rank among those that connected for it.
+        error: why it failed on this rank, "" where it didn't. connected: whether the ranks have connected for it.
         """
         seconds = REPORT if error else self.seconds + REPORT + GRACE
         barrier = Barrier(f"{pair.key}/end", range(pair.size), f"the end of {said}")
-        every = agree_at(self._member(pair, rank), barrier, "", timedelta(seconds=seconds), error)
+        every = agree_at(Member(self.store, rank, STORE, pair.whose), barrier, "", timedelta(seconds=seconds), error)
         failed = [f"  {pair.who(each)}: {text}" for each, text in enumerate(every) if text]
         if failed:
             raise DesyncError("\n".join([f"{said} failed, and all ranks are there to say so:", *failed[:_SHOWN]]))
-        if place is not None:
-            self.ask(said, GRACE, lambda store: store.delete_key(f"{connection_prefix(pair)}/0/{place}"))
+        if connected:
+            self.ask(said, GRACE, lambda store: store.delete_key(f"{pair.key}/connect/0/{rank}"))
         self.open = None
-
-    def _member(self, pair: Pair, rank: int) -> Member:
-        return Member(self.store, rank, _STORE, pair.whose)
 
     def _forget(self, store: dist.Store) -> None:
         """Removes the keys of a transfer that failed: nobody reads them any more."""
@@ -285,11 +279,6 @@ class Rendezvous:
             if any(f"/{call.id}/" in key for call in calls):
                 store.delete_key(key)
         self.open = None
-
-
-def connection_prefix(pair: Pair) -> str:
-    """Under which ranks that connect for a transfer leave their addresses."""
-    return f"{pair.key}/connect"
 
 
 _TAKEN = "taken by "

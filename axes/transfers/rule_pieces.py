@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from axes.algebra import grammar
 from axes.algebra.errors import SizeError
-from axes.algebra.grammar import Factor, Spec
-from axes.transfers.layout_pieces import LayoutPiece, PieceDim, simplified, whole_piece
-from axes.transfers.layout_rule import Pair, pairs_of
+from axes.transfers.layout_pieces import LayoutPiece, PieceDim, layout_piece, whole_piece
+from axes.transfers.layout_rule import Pair, RulePart, pairs_of, sides_of
 
 Shape = tuple[int, ...]
 Run = tuple[str, ...]
@@ -32,43 +31,42 @@ Run = tuple[str, ...]
 
 
 class _Equation(NamedTuple):
-    """A dim of a tensor on the left: the product of its factors, blocks added up, is its size."""
+    """A dim of a tensor on the left: the product of its names, blocks added up, is its size.
+
+    blocks: the names of the dim as each block of the tensor has it; one where it has no blocks. shared: those of all.
+    """
 
     tensor: int
-    factors: tuple[Factor, ...]
+    text: str
+    shared: tuple[str, ...]
+    blocks: tuple[tuple[str, ...], ...]
     size: int
-
-    def __str__(self) -> str:
-        text = " ".join(map(str, self.factors))
-        return text if len(self.factors) == 1 else f"({text})"
-
-    @property
-    def blocks(self) -> list[tuple[tuple[Factor, ...], ...]]:
-        """Of each factor the blocks, itself where it has none."""
-        return [factor.blocks or ((factor,),) for factor in self.factors]
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """The size that the names give."""
-        each = [[[sizes[f.name] for f in block if f.name is not None] for block in blocks] for blocks in self.blocks]
-        return math.prod([sum(map(math.prod, blocks)) for blocks in each])
+        blocks = [math.prod([sizes[name] for name in block]) for block in self.blocks]
+        return math.prod([sizes[name] for name in self.shared]) * (sum(blocks) if blocks else 1)
 
     def missing(self, sizes: Mapping[str, int]) -> list[str]:
         """The names without a size."""
-        names = [f.name for blocks in self.blocks for block in blocks for f in block]
-        return [name for name in dict.fromkeys(names) if name is not None and name not in sizes]
+        return [name for name in dict.fromkeys((*self.shared, *itertools.chain(*self.blocks))) if name not in sizes]
 
 
-def _equations(text: str, tree: Sequence[Spec], shapes: Sequence[Shape]) -> tuple[list[_Equation], list[int]]:
+def _equations(text: str, parts: Sequence[RulePart], shapes: Sequence[Shape]) -> tuple[list[_Equation], list[int]]:
     """What the shapes of the left side say, and for how many dims `...` stands in each tensor."""
     found, dots = list[_Equation](), []
-    for tensor, (spec, shape) in enumerate(zip(tree, shapes, strict=True)):
+    for tensor, shape in enumerate(shapes):
+        own = [part for part in parts if part.tensor == tensor]
+        spec = own[0].spec
         has = any(map(grammar.has_dots, spec.dims))
         dots.append(len(shape) - len(spec.dims) + has)
         if dots[-1] < 0 or (dots[-1] and not has):
-            raise SizeError(f"'{spec}' has {len(spec.dims)} dims; the tensor has {len(shape)}\nin  {text}")
-        stand_ins = [(Factor(f"...{at}"),) for at in range(dots[-1])]
-        dims = [each for dim in spec.dims for each in (stand_ins if grammar.has_dots(dim) else [dim.factors])]
-        found += [_Equation(tensor, dim, size) for dim, size in zip(dims, shape, strict=True)]
+            raise SizeError(f"'{own[0].text(text)}' has {len(spec.dims)} dims; the tensor has {len(shape)}\nin  {text}")
+        spans = [dim.span for dim in spec.dims for _ in range(dots[-1] if grammar.has_dots(dim) else 1)]
+        for span, size, *dims in zip(spans, shape, *[part.dims(dots[-1]) for part in own], strict=True):
+            shared = tuple([name for is_block, names in dims[0] if not is_block for name in names])
+            blocks = tuple([names for dim in dims for is_block, names in dim if is_block])
+            found.append(_Equation(tensor, text[slice(*span)], shared, blocks, size))
     return found, dots
 
 
@@ -83,9 +81,9 @@ def _solved(text: str, equations: Sequence[_Equation], given: Mapping[str, int])
             sizes[name], rest = divmod(ready.size - none, one - none)
             if rest or sizes[name] < 1:
                 more = f" from {none} on" if none else ""
-                raise SizeError(f"{ready.size} doesn't divide by {one - none}{more}:  {ready}\nin  {text}")
+                raise SizeError(f"{ready.size} doesn't divide by {one - none}{more}:  {ready.text}\nin  {text}")
         if ready.value(sizes) != ready.size:
-            raise SizeError(f"'{ready}' is {ready.value(sizes)}, found {ready.size}\nin  {text}")
+            raise SizeError(f"'{ready.text}' is {ready.value(sizes)}, found {ready.size}\nin  {text}")
     return sizes
 
 
@@ -126,11 +124,12 @@ class _Sizes:
                 runs = [run for dim in dims for _, runs in dim for run in runs if {*missing} & {*run}]
                 if part.tensor != each.tensor or not runs:
                     continue
-                alone = len(runs) == 1 and {*missing} <= {*runs[0]} and not any(f.blocks for f in each.factors)
+                alone = len(runs) == 1 and {*missing} <= {*runs[0]} and not each.blocks
                 rest = each.value({**names, **dict.fromkeys(runs[0], 1)}) if alone else 0
                 if not rest or each.size % rest:
+                    open_sizes = " and ".join(map(repr, missing))
                     raise SizeError(
-                        f"the sizes of {' and '.join(map(repr, missing))} don't follow from  {each} = {each.size}\n"
+                        f"the sizes of {open_sizes} don't follow from  {each.text} = {each.size}\n"
                         f"give all but one of them, like {missing[0]}=2\nin  {text}"
                     )
                 if self.wholes.setdefault(runs[0], each.size // rest) != each.size // rest:
@@ -192,16 +191,16 @@ def solved_pieces(text: str, shapes: tuple[Shape, ...], given: tuple[tuple[str, 
 
     shapes: of the left side. given: sizes of names.
     """
-    tree, pairs = grammar.parse_blocks(text), pairs_of(text)
+    parts, pairs = sides_of(text)[0], pairs_of(text)
     ends = [(left.tensor, right.tensor) for left, right in pairs]
     if set(re.split(r"[ ,]+", text)) == {"...", "->"} and len(set(shapes)) == 1:  # other names, and nothing to solve
         piece = whole_piece("", shapes[0])
-        return SolvedRule(shapes[:1] * len(tree.results or ()), tuple([(*each, piece) for each in ends]))
+        return SolvedRule(shapes[:1] * len({two for _, two in ends}), tuple([(*each, piece) for each in ends]))
     if any(0 in shape for shape in shapes):
         raise SizeError(
             f"a tensor without elements has no sizes to tell; give it a rule without an expression\nin  {text}"
         )
-    equations, dots = _equations(text, tree.operands, shapes)
+    equations, dots = _equations(text, parts, shapes)
     left, right = zip(*[_runs(pair, dots[pair[0].tensor]) for pair in pairs], strict=True)
     names = _solved(text, equations, dict(given))
     sizes = _Sizes(text, equations, list(zip(pairs, left, strict=True)), names)
@@ -215,5 +214,6 @@ def solved_pieces(text: str, shapes: tuple[Shape, ...], given: tuple[tuple[str, 
         steps = [
             PieceDim(" ".join(run), sizes.of(run), *step, *target.steps[run]) for run, step in source.steps.items()
         ]
-        pieces.append((one, two, LayoutPiece("", "", simplified(steps), source.offset, target.offset)))
+        offsets, wholes = (source.offset, target.offset), (source.shape, target.shape)
+        pieces.append((one, two, layout_piece("", "", steps, offsets, wholes)))
     return SolvedRule(tuple([whole[number] for number in range(len(whole))]), tuple(pieces))

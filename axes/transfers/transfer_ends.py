@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from axes.algebra.errors import MeshError, ShardingError, shortened, shown, suggestion
+from axes.algebra.errors import AxesError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Universe, digits
 from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
@@ -34,17 +35,25 @@ class EndsOfSpecs:
         self.home: Mesh | None = None
         self.found = lru_cache(4096)(self._found)
 
-    def sharding(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], side: str) -> Sharding:
-        """The sharding of a spec, or a sharding, for a tensor of this shape; its mesh is of its own ranks alone."""
-        if isinstance(end, Sharding):
-            return self.found(end, None, shape, end.names, end.mesh._view)
-        if not isinstance(end, str):
-            raise ShardingError(f"a {side} is a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
-        mesh = required_mesh(mesh, "axes.transfer")
-        return self.found(end, mesh, shape, (), mesh._view)
+    def shardings(
+        self, side: str, specs: Mapping[str, End], meshes: Meshes | None, shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Sharding]:
+        """The shardings of tensors of these shapes, by name; the mesh of each is of its own ranks alone."""
+        found, mesh_of = {}, meshes_by_name(meshes, side)
+        for name, shape in sorted(shapes.items()):
+            with of_tensor(name, shape):
+                end, mesh = specs[name], mesh_of(name)
+                if not isinstance(end, str | Sharding):
+                    raise ShardingError(f"a {side} is a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
+                if isinstance(end, Sharding):
+                    found[name] = self.found(end, None, shape, end.names, end.mesh._view)
+                else:
+                    mesh = required_mesh(mesh, "axes.transfer")
+                    found[name] = self.found(end, mesh, shape, (), mesh._view)
+        return found
 
     def _found(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], *_: Names | int | None) -> Sharding:
-        """The same, kept for the names of the end and the view of its mesh: equal ones may differ in these."""
+        """The sharding, kept for the names of the end and the view of its mesh: equal ones may differ in these."""
         if isinstance(end, str):
             assert mesh is not None, "a spec is read on a mesh"
             names = names_in_spec(end)
@@ -59,6 +68,16 @@ class EndsOfSpecs:
     def check_used(self) -> None:
         """`SizeError` for a size of a name that no spec has."""
         given_sizes(self.sizes, None, (), sorted(self.used), "the specs")
+
+
+@contextlib.contextmanager
+def of_tensor(name: str, shape: tuple[int, ...] | None = None) -> Iterator[None]:
+    """Errors in this block say of which tensor they are."""
+    try:
+        yield
+    except AxesError as error:
+        whole = "" if shape is None else f", {shown(list(shape))}"
+        raise type(error)(f"{error}\n  of the tensor {shortened(name)}{whole}") from None
 
 
 def on_own_ranks(sharding: Sharding) -> Sharding:

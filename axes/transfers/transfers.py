@@ -13,59 +13,61 @@ all ranks, so that each rank plans its own part by itself.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from axes.algebra import providers
 from axes.algebra.chunks import Tile, volume
 from axes.algebra.cost import CostModel
-from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
-from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
+from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, Message, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
 from axes.algebra.specs import check_same_dims
-from axes.transfers.buckets import Carriage, Kind, TensorPiece, bucketed, firsts, part_of
+from axes.transfers.buckets import MovedTensor, TensorKind, TensorPiece, bucketed, firsts
 from axes.transfers.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.transfers.layout_rules import LayoutChange, LayoutRules, Table
-from axes.transfers.piece_links import PieceLink
-from axes.transfers.transfer_ends import End, EndsOfSpecs, Meshes, by_name, check_patterns, meshes_by_name
+from axes.transfers.transfer_ends import End, EndsOfSpecs, Meshes, by_name, check_patterns, of_tensor
 
 _NODE = 8
 
 
-@dataclass(frozen=True)
-class TransferEnd:
+class Like(NamedTuple):
+    """What says of a tensor its whole shape and, where it is known, its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TransferEnd(NamedTuple):
     """A tensor on one side of a transfer: how it lies there, and its whole shape."""
 
     sharding: Sharding
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Like:
-    """What says of a tensor its whole shape and dtype."""
+class Totals(NamedTuple):
+    """What all ranks send and receive, in bytes: exact, and slower to find than any one rank's part."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    received: Mapping[int, int]
+    sent: Mapping[int, int]
 
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """What one rank does in one bucket. sends, receives: elements' bytes by peer."""
+    """What one rank does in one bucket. sends, receives: elements' bytes by peer, ascending."""
 
     number: int
     pieces: tuple[TensorPiece, ...]
     sends: Mapping[int, int]
     receives: Mapping[int, int]
-    kind: str = "exchange"
 
     @property
     def bytes_in(self) -> int:
@@ -83,12 +85,23 @@ class BucketTraffic:
         return tuple(sorted({*self.sends, *self.receives}))
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What all ranks send and receive, in bytes: exact, and slower to find than any one rank's part."""
+@lru_cache(maxsize=4096)
+def _group_of(kind: TensorKind, ranks_per_node: int) -> GroupExchange:
+    """Who sends what of tensors of a kind."""
+    source, target, shape, part = kind
+    if part is None:
+        return group_between(source, target, shape, None, 0, ranks_per_node=ranks_per_node)
+    before, after = (GroupSide(end.universe, part.pieces(at, end)) for at, end in enumerate((source, target)))
+    return GroupExchange(before, after, ranks_of_both(source.universe, target.universe), ranks_per_node, part.boxes)
 
-    received: Mapping[int, int]
-    sent: Mapping[int, int]
+
+@lru_cache(maxsize=4096)
+def _exchange_of(kind: TensorKind, ranks_per_node: int, rank: int) -> Exchange | None:
+    """What a rank does with tensors of a kind; None where it has no part in them."""
+    if all(end.universe.position(rank) is None for end in kind[:2]):
+        return None
+    group = _group_of(kind, ranks_per_node)
+    return group.exchange(rank) if rank in group.before.held or rank in group.after.held else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,13 +117,13 @@ class Transfer(providers.Pictured):
     idle: names of sources that nobody reads, and of targets that keep the values that they have.
     """
 
-    tensors: tuple[Carriage, ...]
+    tensors: tuple[MovedTensor, ...]
     buckets: tuple[tuple[TensorPiece, ...], ...]
     bucket_bytes: int
     rank: int
     ranks_per_node: int = _NODE
     home: Mesh | None = None
-    equal: tuple[Carriage, ...] = ()
+    equal: tuple[MovedTensor, ...] = ()
     idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
 
     def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -128,10 +141,6 @@ class Transfer(providers.Pictured):
         """
         return providers.module("transfers", "a transfer").carry_out(self, tensors, into)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What it was made of; what follows from that is found again."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
     def at(self, rank: int) -> Transfer:
         """The same plan seen from another rank."""
         found = replace(self, rank=checked_rank("a rank", rank))
@@ -143,9 +152,8 @@ class Transfer(providers.Pictured):
         """The plan of the way back."""
         moved, equal = _told_apart(one.inverse for one in (*self.tensors, *self.equal))
         tied = frozenset([one.source_name for one in equal]) - {one.source_name for one in moved}
-        kept = self.idle[0] - {one.target_name for one in moved}
-        idle = self.idle[1] | tied, kept
-        return _bucketed(moved, self.bucket_bytes, self.rank, self.ranks_per_node, self.home, equal, idle)
+        idle = self.idle[1] | tied, self.idle[0] - {one.target_name for one in moved}
+        return replace(self, **_in_buckets(moved, self.bucket_bytes), equal=equal, idle=idle)
 
     @cached_property
     def ends(self) -> tuple[dict[str, TransferEnd], dict[str, TransferEnd]]:
@@ -182,36 +190,22 @@ class Transfer(providers.Pictured):
 
     # this rank's part
 
-    @cached_property
-    def _group(self) -> Callable[[Kind], GroupExchange]:
-        """Who sends what of tensors of a kind."""
-
-        def found(kind: Kind) -> GroupExchange:
-            source, target, shape, link = kind
-            if link is None:
-                return group_between(source, target, shape, None, 0, ranks_per_node=self.ranks_per_node)
-            before, after = (GroupSide(end.universe, link.pieces(at, end)) for at, end in enumerate((source, target)))
-            ranks = ranks_of_both(source.universe, target.universe)
-            return GroupExchange(before, after, ranks, self.ranks_per_node, link.boxes)
-
-        return functools.lru_cache(maxsize=4096)(found)
-
-    @cached_property
-    def _exchange(self) -> Callable[[Kind], Exchange | None]:
-        """What this rank does with tensors of a kind."""
-
-        def found(kind: Kind) -> Exchange | None:
-            if kind[0].universe.position(self.rank) is None and kind[1].universe.position(self.rank) is None:
-                return None
-            group = self._group(kind)
-            has_part = self.rank in group.before.held or self.rank in group.after.held
-            return group.exchange(self.rank) if has_part else None
-
-        return functools.lru_cache(maxsize=4096)(found)
-
     def exchange(self, tensor: int) -> Exchange | None:
         """What this rank sends, receives and keeps of a tensor; None where it has no part in it."""
-        return self._exchange(self.tensors[tensor].kind)
+        return _exchange_of(self.tensors[tensor].kind, self.ranks_per_node, self.rank)
+
+    def messages(self, pieces: Iterable[TensorPiece]) -> Iterator[tuple[int, int, int, Message, int, int]]:
+        """What this rank sends (0) and receives (1) of these pieces: `(side, peer, tensor, message, start, stop)`.
+
+        The elements `start..stop` of the message of the whole tensor go in the piece.
+        """
+        for number, piece in pieces:
+            exchange, count = self.exchange(number), self.tensors[number].pieces
+            for side, messages in enumerate(() if exchange is None else (exchange.sends, exchange.receives)):
+                for message in messages:
+                    start, stop = (message.elements * at // count for at in (piece, piece + 1))
+                    if start < stop and exchange is not None:
+                        yield side, exchange.ranks[message.peer], number, message, start, stop
 
     @cached_property
     def tiles(self) -> tuple[dict[str, Tile | None], dict[str, Tile | None]]:
@@ -226,20 +220,10 @@ class Transfer(providers.Pictured):
         """What this rank does in each bucket."""
         found = []
         for number, pieces in enumerate(self.buckets):
-            sends: dict[int, int] = {}
-            receives: dict[int, int] = {}
-            for piece in pieces:
-                exchange = self.exchange(piece.tensor)
-                if exchange is None:
-                    continue
-                one = self.tensors[piece.tensor]
-                itemsize = one.itemsize
-                for side, messages in ((sends, exchange.sends), (receives, exchange.receives)):
-                    for message in messages:
-                        start, stop = part_of(message.elements, piece.piece, one.pieces)
-                        peer = exchange.ranks[message.peer]
-                        side[peer] = side.get(peer, 0) + (stop - start) * itemsize
-            found.append(BucketTraffic(number, pieces, _filled(sends), _filled(receives)))
+            sides: tuple[dict[int, int], dict[int, int]] = {}, {}
+            for side, peer, tensor, _, start, stop in self.messages(pieces):
+                sides[side][peer] = sides[side].get(peer, 0) + (stop - start) * self.tensors[tensor].itemsize
+            found.append(BucketTraffic(number, pieces, *[dict(sorted(side.items())) for side in sides]))
         return tuple(found)
 
     @property
@@ -272,7 +256,7 @@ class Transfer(providers.Pictured):
             near = sum(peer // self.ranks_per_node == node for peer in step.ranks)
             busiest, copied = max(step.bytes_in, step.bytes_out), step.bytes_in + step.bytes_out
             if copied:
-                found += model.time_us(step.kind, 1 + len(step.ranks), 1 + near, busiest, copied)
+                found += model.time_us("exchange", 1 + len(step.ranks), 1 + near, busiest, copied)
         return found
 
     # all ranks
@@ -280,13 +264,12 @@ class Transfer(providers.Pictured):
     @cached_property
     def totals(self) -> Totals:
         """What every rank sends and receives."""
-        received: dict[int, int] = dict.fromkeys(self.ranks, 0)
-        sent: dict[int, int] = dict.fromkeys(self.ranks, 0)
-        sizes: dict[Kind, int] = {}
+        received, sent = dict.fromkeys(self.ranks, 0), dict.fromkeys(self.ranks, 0)
+        sizes: dict[TensorKind, int] = {}
         for one in [self.tensors[number] for number in {*firsts(self.tensors)}]:
             sizes[one.kind] = sizes.get(one.kind, 0) + one.itemsize
         for kind, size in sizes.items():
-            group = self._group(kind)
+            group = _group_of(kind, self.ranks_per_node)
             for side, found in ((received, group.received), (sent, group.sent)):
                 for rank, count in found.items():
                     side[rank] += count * size
@@ -320,19 +303,14 @@ class Transfer(providers.Pictured):
     @cached_property
     def described(self) -> str:
         """All that ranks have to agree on, a line for each tensor."""
-        rows = []
+        rows = [f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}"]
         for one in self.tensors:
-            ends = " -> ".join(
-                f"{end} on {end.mesh.declaration} {end.universe.ranks}" for end in (one.source, one.target)
-            )
-            dtype = " to ".join(str(each) for each in one.dtypes)
-            rows.append(f"{one.source_name} {one.target_name} {one.shape} {dtype} {one.pieces}: {ends}")
-            if one.link is not None:
-                rows.append(f"  {one.link}")
-        rows += [
-            f"{what}: {', '.join(sorted(names))}" for what, names in zip(("unread", "kept"), self.idle, strict=True)
-        ]
-        return "\n".join([f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}", *rows])
+            ends = [f"{end} on {end.mesh.declaration} {end.universe.ranks}" for end in (one.source, one.target)]
+            dtype = " to ".join(map(str, one.dtypes))
+            rows.append(f"{one.source_name} {one.target_name} {one.shape} {dtype} {one.pieces}: {' -> '.join(ends)}")
+            rows += [f"  {one.part}"] if one.part is not None else []
+        pairs = zip(("unread", "kept"), self.idle, strict=True)
+        return "\n".join([*rows, *[f"{what}: {', '.join(sorted(names))}" for what, names in pairs]])
 
     @property
     def heading(self) -> str:
@@ -347,17 +325,19 @@ class Transfer(providers.Pictured):
 
     def __str__(self) -> str:
         received, sent = self.totals.received, self.totals.sent
-        read = {(one.source_name, one.link and one.link.offsets[0]) for one in self.tensors}
+        read = {(one.source_name, one.part and one.part.offsets[0]) for one in self.tensors}
         apart = len(read) < len({*firsts(self.tensors)}) or self.equal
-        least = "tied tensors that lie otherwise each by itself" if apart else "which is the least"
+        least, senders = (
+            "tied tensors that lie otherwise each by itself" if apart else "which is the least",
+            sum(map(bool, sent.values())),
+        )
         lines = [
             self.heading,
             f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)}, one exchange each",
             f"  received  {bytes_text(self.lower_bound)} in all, {least}; at most "
             f"{bytes_text(self.bytes_in)} by a rank",
             f"  sent      at most {bytes_text(self.bytes_out)} by a rank, "
-            f"{bytes_text(sum(sent.values()) // max(1, sum(map(bool, sent.values()))))} on average of "
-            f"{sum(map(bool, sent.values()))} that send",
+            f"{bytes_text(sum(sent.values()) // max(1, senders))} on average of {senders} that send",
         ]
         if self.rank in received:
             partners = self.partners
@@ -371,37 +351,22 @@ class Transfer(providers.Pictured):
         return str(self)
 
 
-_OF_ALL_RANKS = ("_group", "described", "ends", "fingerprint", "ranks", "sources", "targets", "totals")
+_OF_ALL_RANKS = ("described", "ends", "fingerprint", "ranks", "sources", "targets", "totals")
 """What is found once for the views from all ranks."""
 
 
-def _filled(sizes: dict[int, int]) -> dict[int, int]:
-    return {rank: sizes[rank] for rank in sorted(sizes) if sizes[rank]}
-
-
 def _ranks_of(ends: Iterable[Sharding]) -> tuple[int, ...]:
-    universes = dict.fromkeys(end.universe for end in ends)
-    return tuple(sorted({rank for universe in universes for rank in universe.ranks}))
+    return tuple(sorted({rank for universe in {end.universe for end in ends} for rank in universe.ranks}))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{len(ranks)} ranks ({ranks[0]}..{ranks[-1]})"
-    return f"{len(ranks)} rank{'s' if len(ranks) != 1 else ''}"
+    row = f" ({ranks[0]}..{ranks[-1]})" if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1 else ""
+    return f"{len(ranks)} rank{'s' if len(ranks) != 1 else ''}{row}"
 
 
-def _bucketed(
-    tensors: Iterable[Carriage],
-    bucket_bytes: int,
-    rank: int,
-    ranks_per_node: int,
-    home: Mesh | None,
-    equal: tuple[Carriage, ...],
-    idle: tuple[frozenset[str], frozenset[str]],
-) -> Transfer:
-    """The transfer of these tensors, in buckets of at most `bucket_bytes`."""
-    found, buckets = bucketed(tensors, bucket_bytes)
-    return Transfer(found, buckets, bucket_bytes, rank, ranks_per_node, home, equal, idle)
+def _in_buckets(tensors: Iterable[MovedTensor], bucket_bytes: int) -> dict[str, Any]:
+    """The tensors of a transfer, and the buckets in which they go."""
+    return dict(zip(("tensors", "buckets"), bucketed(tensors, bucket_bytes), strict=True))
 
 
 # --- from what users write ------------------------------------------------------------------------
@@ -451,28 +416,20 @@ def transfer(
     """
     for what, given in (("sources", sources), ("targets", targets)):
         _check_mapping(what, given, "a name to a spec")
-    bucket_bytes = _checked_bucket(bucket_mb)
-    _check_mapping("shapes", shapes, "a name to a whole shape")
-    assert shapes is not None, "an absent mapping is refused"
-    for what, meshes in (
-        ("source_mesh", source_mesh),
-        ("target_mesh", target_mesh),
-        ("dtype", dtype),
-    ):
-        if isinstance(meshes, Mapping):
-            _check_mapping(what, meshes, "patterns of names")
+    shapes = _check_mapping("shapes", shapes, "a name to a whole shape")
+    for what, maybe in (("source_mesh", source_mesh), ("target_mesh", target_mesh), ("dtype", dtype)):
+        if isinstance(maybe, Mapping):
+            _check_mapping(what, maybe, "patterns of names")
     for name in keywords.keys() & _GONE.keys():
         if whole_number(keywords[name]) is None:
             raise ShardingError(f"axes.transfer has no {name}= any more: {_GONE[name]}")
-    given_sizes = dict(written_sizes(keywords, sizes))
+    bucket_bytes, given_sizes = _checked_bucket(bucket_mb), dict(written_sizes(keywords, sizes))
     table = _table(rules, given_sizes)
     if table is None:
         _check_names(sources, targets)
-        for name, source in sources.items():
-            try:
-                check_same_dims(source, targets[name])
-            except AxesError as error:
-                raise type(error)(f"{error}\n  of the tensor {shortened(name)}") from None
+    for name in sorted(sources) if table is None else ():
+        with of_tensor(name):
+            check_same_dims(sources[name], targets[name])
     wholes = dict[str, tuple[int, ...]]()
     for name in sorted(sources):
         if name not in shapes:
@@ -480,55 +437,46 @@ def transfer(
         wholes[name] = checked_tensor_shape(_shape_of(shapes[name]))
     ends = EndsOfSpecs(given_sizes, table)
     change = None if table is None else table.applied(wholes)
-    made = wholes if change is None else change.targets
     if table is not None and change is not None:
         _check_targets(change, targets, table)
-
-    def shardings(side: str, specs: Mapping[str, End], meshes: Meshes | None, shapes: Any) -> dict[str, Sharding]:
-        found, mesh_of = {}, meshes_by_name(meshes, side)
-        for name, shape in sorted(shapes.items()):
-            try:
-                found[name] = ends.sharding(specs[name], mesh_of(name), shape, side)
-            except AxesError as error:
-                raise type(error)(f"{error}\n  of the tensor {shortened(name)}, {shown(list(shape))}") from None
-        return found
-
-    before = shardings("source", sources, source_mesh, wholes)
-    after = shardings("target", targets, target_mesh, made)
-
+    made = wholes if change is None else change.targets
+    before, after = (
+        ends.shardings(*side)
+        for side in (("source", sources, source_mesh, wholes), ("target", targets, target_mesh, made))
+    )
     dtype_of = by_name(dtype)
 
-    def carriage(source: str, target: str, link: PieceLink | None) -> Carriage:
-        own = getattr(shapes[source], "dtype", None)
+    def moved(source: str, target: str, part: LayoutPiece | None) -> MovedTensor:
+        own, wanted = getattr(shapes[source], "dtype", None), dtype_of(target)
         known = None if own is None else dtype_name(own)
-        wanted = dtype_of(target)
         dtypes = known, known if wanted is None else dtype_name(wanted)
-        shape = wholes[source] if link is None else link.extents
-        return Carriage(source, target, shape, before[source], after[target], dtypes, link)
+        shape = wholes[source] if part is None else part.extents
+        return MovedTensor(source, target, shape, before[source], after[target], dtypes, part)
 
-    def linked(pieces: Iterable[LayoutPiece]) -> list[Carriage]:
-        return [
-            carriage(each.source, each.target, _link(each, wholes[each.source], made[each.target])) for each in pieces
-        ]
+    def of_pieces(pieces: Iterable[LayoutPiece]) -> list[MovedTensor]:
+        return [moved(each.source, each.target, None if each.is_whole else each) for each in pieces]
 
-    equal: tuple[Carriage, ...] = ()
-    idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    if change is None:
-        found = [carriage(name, name, None) for name in wholes]
-    else:
-        found = linked(itertools.chain(*change.pieces.values()))
-        equal = tuple(linked(change.equal))
-        read = {one.source_name for one in found}
-        idle = frozenset(sources.keys() - read), frozenset(targets.keys() - change.targets.keys())
-        _check_dtypes(found)
+    equal = () if change is None else tuple(of_pieces(change.equal))
+    found = (
+        [moved(name, name, None) for name in wholes]
+        if change is None
+        else of_pieces(itertools.chain(*change.pieces.values()))
+    )
+    read = {one.source_name for one in found}
+    _check_dtypes(found)
     if isinstance(dtype, Mapping):
         check_patterns("dtype", dtype, after)
     ends.check_used()
-    rank = found[0].source.universe.ranks[0] if found else 0
-    nodes = next(
-        (e.mesh.ranks_per_node for one in found for e in (one.source, one.target) if e.mesh.ranks_per_node), _NODE
+    nodes = [end.mesh.ranks_per_node for one in found for end in (one.source, one.target)]
+    return Transfer(
+        **_in_buckets(found, bucket_bytes),
+        bucket_bytes=bucket_bytes,
+        rank=found[0].source.universe.ranks[0] if found else 0,
+        ranks_per_node=next(filter(None, nodes), _NODE),
+        home=ends.home,
+        equal=equal,
+        idle=(frozenset(sources.keys() - read), frozenset(targets.keys() - made.keys())),
     )
-    return _bucketed(found, bucket_bytes, rank, nodes, ends.home, equal, idle)
 
 
 _GONE = {
@@ -536,13 +484,6 @@ _GONE = {
     "pages": "take the pages by index_select, move what that gives, and write it by index_copy_",
 }
 """Keywords that there were, and what to write instead. Their names may be those of dims, whose sizes are numbers."""
-
-
-def _link(piece: LayoutPiece, source: tuple[int, ...], target: tuple[int, ...]) -> PieceLink | None:
-    """Which parts of both tensors a piece is; None where it is all of both, element by element."""
-    if source == target and piece == whole_piece(piece.source, source, piece.target):
-        return None
-    return PieceLink.of(piece, source, target)
 
 
 def _table(rules: LayoutRules | Table | None, sizes: Mapping[str, int]) -> LayoutRules | None:
@@ -576,9 +517,9 @@ def _check_targets(change: LayoutChange, targets: Mapping[str, End], rules: Layo
             )
 
 
-def _check_dtypes(found: Iterable[Carriage]) -> None:
+def _check_dtypes(found: Iterable[MovedTensor]) -> None:
     """`ShardingError` where parts of one target arrive in unlike dtypes."""
-    first: dict[str, Carriage] = {}
+    first: dict[str, MovedTensor] = {}
     for one in found:
         other = first.setdefault(one.target_name, one)
         if other.dtypes[1] != one.dtypes[1]:
@@ -586,25 +527,23 @@ def _check_dtypes(found: Iterable[Carriage]) -> None:
             raise ShardingError(f"{shortened(one.target_name)} is made of {each}; say which it becomes, with dtype=")
 
 
-def _told_apart(tensors: Iterable[Carriage]) -> tuple[tuple[Carriage, ...], tuple[Carriage, ...]]:
+def _told_apart(tensors: Iterable[MovedTensor]) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
     """Of what would be written to the same elements the first; and the others."""
-    every = tuple(tensors)
-    by_target: dict[str, list[int]] = {}
-    for number, one in enumerate(every):
-        by_target.setdefault(one.target_name, []).append(number)
-    taken = [True] * len(every)
-    for numbers in by_target.values():
-        parts = [every[number] for number in numbers]
-        if sum([math.prod(one.shape) for one in parts]) > math.prod(parts[0].shapes[1]):
-            for number, is_first in zip(numbers, without_overlap(one.tile for one in parts), strict=True):
-                taken[number] = is_first
-    sides = [[one for one, is_first in zip(every, taken, strict=True) if is_first is which] for which in (True, False)]
+    by_target: dict[str, list[MovedTensor]] = {}
+    for one in tensors:
+        by_target.setdefault(one.target_name, []).append(one)
+    sides: tuple[list[MovedTensor], list[MovedTensor]] = [], []
+    for parts in by_target.values():
+        tiles = [(one.part or whole_piece("", one.shape)).target_tile for one in parts]
+        for one, is_first in zip(parts, without_overlap(tiles, math.prod(parts[0].shapes[1])), strict=True):
+            sides[not is_first].append(one)
     return tuple(sides[0]), tuple(sides[1])
 
 
-def _check_mapping(what: str, given: object, hint: str) -> None:
+def _check_mapping(what: str, given: object, hint: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ShardingError(f"{what} of axes.transfer map {hint}; found {shown(given)}")
+    return given
 
 
 def _check_names(sources: Mapping[str, End], targets: Mapping[str, End]) -> None:

@@ -116,9 +116,9 @@ def python_of_a_round(rounds: int = 20) -> float:
     run, times = run_of(move), []
     for _ in range(rounds):
         started = time.thread_time()
-        tiles, written = run._fitting(held, into)
-        run._bound(tiles, written, written)
-        run._count_writes(into, written)
+        tiles, written = run.fit(held, into)
+        run.bind(tiles, written)
+        run.count_writes(into, written)
         times.append(time.thread_time() - started)
     return statistics.median(times)
 
