@@ -179,7 +179,7 @@ STILL_INSIDE = {
         "axes.runtime.groups": {"current_world"},
         "axes.runtime.watching": {"is_users", "listening", "place_of_frame"},
         "axes.runtime.world": {"bound_to_job"},
-        "axes.transfers.buckets": {"Carriage", "TensorPiece"},
+        "axes.transfers.buckets": {"MovedTensor", "TensorPiece"},
         "axes.transfers.transfers": {"BucketTraffic", "Like", "Transfer"},
     },
     "transfers": {
