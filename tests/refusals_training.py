@@ -79,7 +79,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("axes.verify(3, mesh='tp=2')", "AxesError", "takes a module, or a function that builds, shards and runs one; found as program 3"),
     ("axes.verify(torch.nn.Linear, mesh='tp=2')", "AxesError", "takes a module, not its class: write axes.verify(Linear(...), ...)"),
     ("axes.verify(print, mesh=2)", "MeshError", "mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found 2"),
-    ("without_mesh(axes.verify, print)", "MeshError", "axes.verify needs a mesh; pass mesh='dp=2 tp=2' or write it inside"),
+    ("without_mesh(axes.verify, print)", "MeshError", "axes.verify needs a mesh; pass mesh=... or write it inside"),
     ("axes.verify(print, mesh='tp')", "SizeError", "tp"),
     ("axes.verify(print, mesh='tp=2', specs={'*': '...'})", "AxesError", "specs= are for a module; a function shards what it makes by itself"),
     ("axes.verify(print, mesh='tp=2', heads=4)", "SizeError", "sizes are for specs of a module; found 'heads' beside a function"),
@@ -88,6 +88,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("axes.verify(print, mesh='tp=2', timeout=-1)", "AxesError", "the timeout is a positive number of seconds, or None"),
     ("axes.verify(print, mesh='tp=2', reference=3)", "AxesError", "found as reference 3"),
     ("axes.verify(axes.shard_module(MLP(), {'*': '...'}), mesh='tp=2')", "ShardingError", "norm.weight is sharded already"),
+    ("axes.verify(axes.shard_map(torch.nn.Linear(2, 2), 'b d -> b d', axes.Mesh('tp=4')), mesh='tp=2')", "MeshError", "write shard_map(module, expression) without mesh="),
     ("axes.verify(print, D('a', 4), mesh='tp=2')", "ShardingError", "found a DTensor"),
 )  # fmt: skip
 

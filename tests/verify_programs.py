@@ -294,24 +294,25 @@ PLANTED: dict[str, tuple[Planted, str]] = {
     "a number": (lambda y, several: (y.sum(), {"loss": y.square().mean().item() * (1 + several)}), "output[1]['loss']: 2 times too large over dp, as where a mean over dp is missing"),
     "in a dataclass": (lambda y, several: Found(y.sum(), y.detach().square() * (1 + several)), "output.squares: 2 times too large over dp, as where a mean over dp is missing"),
     "numbers that aren't there": (lambda y, several: y.detach().masked_fill(torch.arange(8) == 2, torch.nan) * (1 + several), "output: 2 times too large over dp, as where a mean over dp is missing"),
-    "what isn't finite": (lambda y, several: (y.sum(), y.detach().abs().log() if several else (y.detach() - 9).log()), "output[1]: not infinite, or no number, where the one device's is"),
+    "what isn't finite": (lambda y, several: (y.sum(), y.detach().abs().log() if several else (y.detach() - 9).log()), "output[1]: none of these: largest relative difference inf"),
     "a loss beside a count": (lambda y, several: {"loss": y.float().double().square().mean().detach() * (1.5 if several else 1), "n": 2.0**20}, "output['loss']: none of these: largest relative difference 5e-01"),
     "scores beside a mask": (lambda y, several: (y.detach() * (1 + 0.25 * several), torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)), "output[0]: 5/4 of the right one"),
-    "an output of no name": (lambda y, several: {"y": y.detach(), **({"z": y.detach()} if several else {})}, "output['z']: there, though one device has none of this name"),
+    "an output of no name": (lambda y, several: {"y": y.detach(), **({"z": y.detach()} if several else {})}, "output['z']: there, though one device has none"),
 }
 # fmt: on
 
 
 def planted(mesh, kind, wrong=True):
     """A program on dp, right on one rank; on several ranks with an error in what it returns if `wrong`."""
-    return PLANTED[kind][0](Feed().hidden(inputs(6, 8)), wrong and mesh.size > 1)
+    model = Feed()
+    return PLANTED[kind][0](model.hidden(inputs(6, 8)), wrong and mesh.size > 1), model
 
 
 GRADIENTS = {
     "small": "small.weight: its gradient is 2 times too large over dp",
     "complex": "up.weight: its gradient is 2 times too large over dp",
-    "one rank": "up.weight: its gradient is right on some ranks, and wrong on those at coordinate 1 of dp",
-    "frozen": "up.weight: its gradient is there, though on one device the parameter is frozen",
+    "one rank": "up.weight: its gradient is pending over dp, and its sum is 2.001 of the right one",
+    "frozen": "up.weight: its gradient is there, though one device has none",
     "tiny": "up.bias: its gradient is 2 times too large over dp",
 }
 

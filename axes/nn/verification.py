@@ -4,18 +4,16 @@
     assert result, result
 
 The program runs as it is, on small meshes of local processes: axes of two ranks stand for larger ones. Outputs and the
-gradient of every parameter are compared with those of the same program on one rank. What differs is named: the
-parameter, the axis, the factor. Where two axes could be meant, the program runs again with each of them of size one,
-which tells them apart.
+gradient of every parameter are compared with those of the same program on one rank, whose mesh has axes of size one.
+What differs is named: the parameter, the axis, the factor. Where it isn't known which axes are meant, the program runs
+again with each of them of size one, which tells them apart.
 """
 
 from __future__ import annotations
 
-import copy
-import glob
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,17 +23,14 @@ from torch.nn.parameter import is_lazy
 
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
 from axes.algebra.layout import Layout
-from axes.algebra.logical import Rules, checked_rules
-from axes.algebra.mesh import Mesh, ambient_mesh
-from axes.algebra.sizes import checked_texts, written_sizes
+from axes.algebra.logical import Rules
+from axes.algebra.mesh import Mesh, required_mesh
+from axes.algebra.sizes import written_sizes
 from axes.extension import shown
-from axes.nn.annotations import annotated
 from axes.nn.verify_compare import judged
-from axes.nn.verify_diagnosis import Mismatch, axes_of_factor, subsets, words
+from axes.nn.verify_diagnosis import Mismatch, subsets, words
 from axes.nn.verify_run import Job, Observed, named_tensors, observe
-from axes.ops.arguments import NamedSpecs
-from axes.ops.module_regions import without_regions
-from axes.runtime import torch_private
+from axes.ops.module_regions import region_call
 from axes.runtime.launch import launch
 
 MOST_RANKS = 8
@@ -44,8 +39,8 @@ MOST_RANKS = 8
 PATIENCE = 300.0
 """Seconds that a run may take where the caller sets no limit."""
 
-SHOWN = 20
-"""As many differences are listed at most."""
+SHOWN = 8
+"""As many differences are listed at most: the first are what to look at, and others follow from them."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +66,15 @@ class Verification:
         return self.ok is True
 
     def __str__(self) -> str:
-        """A line on the whole, and one for each difference."""
-        on = words([f"'{mesh}'" for mesh in self.meshes])
-        if not self.differences:
-            same = f"the same but for {words(self.missed)}," if self.missed else "the same function"
+        """A line on the whole, with what wasn't compared, and one for each difference."""
+        on, missed, count = words([f"'{mesh}'" for mesh in self.meshes]), words(self.missed), len(self.differences)
+        if not count:
+            same = f"the same but for {missed}," if missed else "the same function"
             return f"{same} on {on}: {self.compared} outputs and gradients"
-        lines = [f"not the same function on {on}: {len(self.differences)} differences, the first to look at first"]
-        follow = [each for each in self.differences if each.what == "gradient" and each.kind in ("none", "differs")]
-        if self.differences[0].what not in ("module", "value", "random"):
-            follow = []  # nothing that they could follow from
-        shown = [each for each in self.differences if each not in follow]
-        lines += [f"  {difference}" for difference in shown[:SHOWN]]
-        if len(shown) > SHOWN:
-            lines.append(f"  and {len(shown) - SHOWN} more")
-        if follow:
-            names = ", ".join(each.name for each in follow[:3]) + (", ..." if len(follow) > 3 else "")
-            lines.append(f"  and {len(follow)} gradients, which a wrong forward makes wrong: {names}")
-        return "\n".join([*lines, *(f"  not compared: {each}" for each in self.missed)])
+        first = f"not the same function on {on}: {count} differences, the first to look at first"
+        lines = [first + (f" (not compared: {missed})" if missed else "")]
+        lines += [f"  {difference}" for difference in self.differences[:SHOWN]]
+        return "\n".join([*lines, *([f"  and {count - SHOWN} more"] if count > SHOWN else [])])
 
     def __repr__(self) -> str:
         state = f"the same but for {words(self.missed)}" if self.missed else "ok"
@@ -116,23 +103,21 @@ def verify(
     - A module is sharded on each rank, by `axes.shard_module(module, specs, rules=rules, **sizes)`, and called with the
       inputs, which are whole tensors: a region (`axes.shard_map(module, expression)`) gets them as its expression
       declares, another module gets replicated DTensors. Backward starts from all outputs, each element with another
-      weight. One device runs the module as it was, without regions; where that is impossible since it needs DTensors,
-      the sharded module on a mesh of one rank.
+      weight.
     - A function is called with the inputs on every rank. The small mesh is the ambient one, and the argument `mesh` of
       a function that has one. It may use whatever it likes: `parallelize_module`, `fully_shard`, hooks, collectives. It
-      returns outputs, a tensor or a tree of tensors and numbers, or `(outputs, module)`. Where it leaves no gradients,
-      backward is run from the scalars that it returns; a program that isn't to be trained says so by
-      `module.requires_grad_(False)`. One device runs the same function on a mesh whose axes have
-      size one.
+      returns outputs, a tensor or a tree of tensors and numbers, or `(outputs, module)`. Without a module, the one
+      that it calls is meant. Where it leaves no gradients, backward is run from the scalars that it returns; a program
+      that isn't to be trained says so by `module.requires_grad_(False)`.
 
     `mesh`: a mesh, or its declaration (`"dp=8 tp=4"`), by default the ambient one; nothing has to be running. Its
     axes are shrunk to size 2, or 3 where 2 doesn't divide; axes of size 1 stay. Where more than 8 ranks would be
-    needed, several smaller meshes are used, which together have every two of the axes. `reference`: another
-    function or module that computes the right thing on one device, with parameters of the same names. `rtol`,
-    `atol`: how far numbers that aren't integers may be apart, relative to the largest that isn't the very same, and at
-    all. By default `rtol` follows from the dtype, float64 where the program allows it, and `atol` from
-    the largest tensor of the same kind. `timeout`: seconds for one run, five minutes by default. Keywords are sizes for
-    `specs`.
+    needed, several smaller meshes are used, which together have every two of the axes. One device runs the program on
+    a mesh whose axes have size one, or the `reference`: another function, or a module that stays plain, that computes
+    the right thing there with parameters of the same names. `rtol`, `atol`: how far numbers that aren't integers may
+    be apart, relative to the largest that isn't the very same, and at all. By default `rtol` follows from the dtype,
+    float64 where the program allows it, and `atol` from the largest tensor of the same kind. `timeout`: seconds for
+    one run, five minutes by default. Keywords are sizes for `specs`.
 
     What is zero but for rounding, as the gradient of the bias of keys, is another number wherever sums are taken in
     another order. So a gradient may be off by 500 units in the last place of the largest gradient, a value of the
@@ -140,9 +125,8 @@ def verify(
     for rounding may have been stepped by that.
 
     Each rank seeds torch alike before the program starts. torch's dropout is off while values are compared, that inside
-    of its attention and recurrent layers too; where there is any, a second run tells whether ranks that should drop the
-    same elements do, not whether they drop as many as one device. Where outputs differ behind other random numbers that
-    a module draws, the result says so first.
+    of its attention and recurrent layers too. The result tells whether ranks with the same input would drop the same
+    elements, not whether they would drop as many as one device. Turn off other random numbers, as by `module.eval()`.
 
     DTensors say how they lie. For plain tensors whatever their shapes allow is tried: replicated, split along
     a dim by any axes, as `torch.chunk` splits it; a plain scalar may also be a rank's own share of a loss or of a
@@ -169,77 +153,53 @@ def verify(
         print(axes.verify(program, tokens, mesh="tp=2"))
     """
     _check(program, inputs, reference, specs, rtol, atol)
-    if rules is not None:
-        checked_rules(rules, "axes.verify")
-    wanted = _mesh_of(mesh)
-    sizes_of_specs = dict(written_sizes(keywords, sizes))
-    job = _job(program, inputs, specs, rules, sizes_of_specs)
+    if mesh is not None and not isinstance(mesh, Mesh | str):
+        raise MeshError(f"mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found {shown(mesh)}")
+    wanted = Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.verify")
+    of_specs = dict(written_sizes(keywords, sizes))
+    if isinstance(program, torch.nn.Module):
+        specs = {} if specs is None else specs
+    elif specs is not None:
+        raise AxesError("specs= are for a module; a function shards what it makes by itself")
+    elif of_specs:
+        raise SizeError(f"sizes are for specs of a module; found {words(map(shown, of_specs))} beside a function")
+    job = Job(program, inputs, specs, rules, of_specs)
     return _Check(wanted, job, reference, rtol, atol, PATIENCE if timeout is None else timeout).run()
-
-
-# --- arguments
 
 
 def _check(
     program: object, inputs: Sequence[Any], reference: object, specs: object, rtol: object, atol: object
 ) -> None:
-    for what, each in (("program", program), ("reference", reference)):
-        if not callable(each) and not (each is None and what == "reference"):
+    for what, each in (("program", program), ("reference", program if reference is None else reference)):
+        if not callable(each):
             raise AxesError(
                 f"axes.verify takes a module, or a function that builds, shards and runs one; found as {what} "
                 f"{shown(each)}"
             )
     if isinstance(program, type):
         raise AxesError(f"axes.verify takes a module, not its class: write axes.verify({program.__name__}(...), ...)")
-    if isinstance(program, torch.nn.Module):
-        sharded = [name for name, x in program.named_parameters() if isinstance(x, DTensor)]
-        if sharded:
-            raise ShardingError(
-                f"axes.verify shards the module itself, and {sharded[0]} is sharded already: pass the plain module and "
-                "specs=, or a function that makes and shards it"
-            )
-        if specs is not None:
-            checked_texts("specs map patterns of names to specs", specs, "{'*.weight': 'f d'}")
-    elif specs is not None:
-        raise AxesError("specs= are for a module; a function shards what it makes by itself")
+    module = program if isinstance(program, torch.nn.Module) else torch.nn.Module()
+    if any(call is not None and call.mesh is not None for call in map(region_call, module.modules())):
+        raise MeshError("axes.verify runs a region on small meshes; write shard_map(module, expression) without mesh=")
+    sharded = next((name for name, x in module.named_parameters() if isinstance(x, DTensor)), None)
+    if sharded is not None:
+        raise ShardingError(
+            f"axes.verify shards the module itself, and {sharded} is sharded already: pass the plain module and "
+            "specs=, or a function that makes and shards it"
+        )
     try:
         tensors = [x for _, x in named_tensors(inputs, "")]
     except RecursionError:
         raise AxesError("axes.verify: an input holds itself, or is nested too deep") from None
-    if any(map(is_lazy, tensors)):
-        raise ShardingError("axes.verify takes tensors as inputs; found a lazy parameter that has no shape yet")
-    if any(isinstance(x, DTensor) for x in tensors):
-        raise ShardingError("axes.verify takes whole, plain tensors as inputs and shards them itself; found a DTensor")
+    if any(isinstance(x, DTensor) or is_lazy(x) for x in tensors):
+        raise ShardingError(
+            "axes.verify takes whole, plain tensors as inputs and shards them itself; found a DTensor, "
+            "or a lazy parameter that has no shape yet"
+        )
     for name, value in (("rtol", rtol), ("atol", atol)):
-        is_flag = isinstance(value, bool)
-        if value is not None and (is_flag or not isinstance(value, int | float) or not 0 <= value < math.inf):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):  # type: ignore[operator]
             raise AxesError(f"{name} is a number that isn't negative, or None; found {shown(value)}")
-
-
-def _mesh_of(mesh: Mesh | str | None) -> Mesh:
-    if isinstance(mesh, str):
-        return Mesh(mesh)
-    mesh = ambient_mesh() if mesh is None else mesh
-    if mesh is None:
-        raise MeshError("axes.verify needs a mesh; pass mesh='dp=2 tp=2' or write it inside `with mesh:`")
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found {shown(mesh)}")
-    return mesh
-
-
-def _job(
-    program: Any, inputs: tuple[Any, ...], specs: Mapping[str, str] | None, rules: Rules | None, sizes: dict[str, int]
-) -> Job:
-    regions: dict[str, tuple[str, NamedSpecs]] = {}
-    if isinstance(program, torch.nn.Module):
-        specs = dict(specs or {})
-        for name, spec in annotated(program).items():  # a copy of a parameter doesn't have them
-            specs.setdefault(glob.escape(name), spec)
-        program = copy.deepcopy(program)
-        regions = without_regions(program)
-    elif sizes:
-        raise SizeError(f"sizes are for specs of a module; found {words(map(shown, sizes))} beside a function")
-    return Job(program, inputs, (), regions, specs, rules, sizes)
 
 
 # --- meshes
@@ -270,29 +230,24 @@ def _small(size: int) -> int:
     return 1 if size == 1 else next((prime for prime in (2, 3, 5, 7) if size % prime == 0), 2)
 
 
+def _declared(small: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in small.items())
+
+
 def _call(mesh: Mesh, small: Mapping[str, int]) -> tuple[str, ...]:
-    """The declaration and equations that make the mesh with small axes."""
-    declared = mesh.declared
-    if not set(small) <= set(declared) or any(name not in small and mesh.names[name] > 1 for name in declared):
-        return (" ".join(f"{name}={size}" for name, size in small.items()),)  # of a sub-mesh its axes alone
-    sizes = {name: small.get(name, 1) for name in declared}
-    written = [" ".join(f"{name}={size}" for name, size in sizes.items())]
-    for old, new in _equations(mesh, declared):
-        product = old[0] if len(old) == 1 else f"({' '.join(old)})"
-        parts = _divided(math.prod(sizes[name] for name in old), {name: mesh.names[name] for name in new})
-        flat, split = f"{new[0]} = {' '.join(old)}", " ".join(f"{name}={size}" for name, size in parts.items())
-        written.append(flat if len(new) == 1 else f"{product} = {split}")
-    return tuple(written)
+    """The declaration of the mesh with small axes, and equations for its further names whose product is that of axes.
 
-
-def _equations(mesh: Mesh, declared: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """The further names of a mesh: axes, and the names whose product is theirs."""
-    rest = [name for name in mesh.namespace if name not in declared]
+    >>> _call(Mesh("dp=4 cp=4", "(dp cp) = edp=8 ep=2"), {"dp": 2, "cp": 2})
+    ('dp=2 cp=2', '(dp cp) = edp=2 ep=2')
+    """
+    written, rest = [_declared(small)], [name for name in mesh.namespace if name not in small]
     while rest:
-        new = next(([*rest[:count]] for count in range(1, len(rest) + 1) if _factors(mesh, rest[:count])), None)
-        if new is not None:
-            yield _factors(mesh, new), new
-        rest = rest[len(new or rest[:1]) :]
+        news = [rest[:count] for count in range(1, len(rest) + 1)]
+        new, old = next(((new, old) for new in news if (old := _factors(mesh, new))), (rest[:1], []))
+        if old:
+            written.append(f"({' '.join(old)}) = {_declared(_divided(math.prod(small[n] for n in old), mesh, new))}")
+        rest = rest[len(new) :]
+    return tuple(written)
 
 
 def _factors(mesh: Mesh, names: Sequence[str]) -> list[str]:
@@ -303,18 +258,14 @@ def _factors(mesh: Mesh, names: Sequence[str]) -> list[str]:
         return []
 
 
-def _divided(total: int, names: Mapping[str, int]) -> dict[str, int]:
-    """Small sizes of names that split an axis of a small size; the first that isn't of size 1 takes what is left.
-
-    >>> _divided(4, {"efsdp": 8, "ep": 4}), _divided(2, {"efsdp": 8, "ep": 4}), _divided(4, {"pp": 1, "ep": 4})
-    ({'efsdp': 2, 'ep': 2}, {'efsdp': 1, 'ep': 2}, {'pp': 1, 'ep': 4})
-    """
-    first = next((name for name, size in names.items() if size > 1), next(iter(names)))
+def _divided(total: int, mesh: Mesh, names: Sequence[str]) -> dict[str, int]:
+    """Small sizes of names that split axes of a small size; the first that isn't of size 1 takes what is left."""
     found = dict.fromkeys(names, 1)
-    for name in reversed([name for name in names if name != first]):
-        found[name] = math.gcd(_small(names[name]), total)
+    for name in reversed(names):
+        found[name] = math.gcd(_small(mesh.names[name]), total)
         total //= found[name]
-    return found | {first: total}
+    found[next((name for name in names if mesh.names[name] > 1), names[0])] *= total
+    return found
 
 
 # --- the check
@@ -331,10 +282,6 @@ class _Check:
 
     def run(self) -> Verification:
         one, sets = self._one(), shrunk(self.mesh)
-        differences: dict[tuple[str, str], Mismatch] = {}
-        for small in sets:
-            for each in self._on(small, one):
-                differences.setdefault((each.name, each.what), each)
         compared = len(one.outputs) + sum(gradient is not None for gradient in one.gradients.values())
         if not compared:
             raise AxesError(
@@ -342,6 +289,10 @@ class _Check:
                 "got a gradient; return outputs (a tensor, or a tuple, list, dict or dataclass of tensors), or "
                 "(outputs, module)"
             )
+        differences: dict[tuple[str, str], Mismatch] = {}
+        for small in sets:
+            for each in self._on(small, one):
+                differences.setdefault((each.name, each.what), each)
         return Verification(tuple(differences.values()), tuple(map(_declared, sets)), compared, one.missed)
 
     def _launched(self, job: Job, small: Mapping[str, int]) -> list[Observed]:
@@ -350,85 +301,51 @@ class _Check:
         )
 
     def _one(self) -> Observed:
-        """The one device's run, in double precision where the program takes it. What works is remembered."""
-        given, alone = self.job, dict.fromkeys(self.mesh.shape, 1)
-        program, regions = given.program, given.regions
-        if self.reference is not None:
-            program = copy.deepcopy(self.reference)
-            regions = without_regions(program) if isinstance(program, torch.nn.Module) else {}
-        is_deferred = given.is_module and any(x.is_meta for x in given.program.parameters())
-        plain = isinstance(program, torch.nn.Module) and not is_deferred
-        reference = replace(given, program=program, regions=regions, plain=plain)
-        try:
-            self.job = _in_double(given)
-            return self._launched(_in_double(reference), alone)[0]
-        except RuntimeError as error:
-            if "dtype" not in str(error) and "type" not in str(error):
-                raise
-            self.job = replace(given, double=False)
-            return self._launched(replace(reference, double=False), alone)[0]
-        except AxesError:
-            if not plain or self.reference is not None:
-                raise
-            return self._launched(self.job, alone)[0]
+        """The run on axes of size one, in double precision where the program takes it. What works is remembered."""
+        for double in (True, False):
+            self.job = job = replace(self.job, double=double)
+            if self.reference is not None:
+                job = replace(job, program=self.reference, specs=None)
+            try:
+                return self._launched(job, dict.fromkeys(self.mesh.shape, 1))[0]
+            except RuntimeError as error:
+                if not double or "type" not in str(error):
+                    raise
+        raise AssertionError
 
     def _on(self, small: Mapping[str, int], one: Observed) -> list[Mismatch]:
         """What differs on a small mesh.
 
         Where axes aren't known, those of a difference are the ones of which it is gone where they have size one.
         """
-        found = self._judged(small, one)
-        large = {name: size for name, size in small.items() if size > 1}
-        forward = any(each.what in ("module", "value") for each in found)  # the rest follows from that
-        first = [each for each in found if not forward or each.what in ("module", "value")]
-        if not any(not each.axes and each.kind in _OF_AXES for each in first):
-            return found
-        gone: dict[tuple[str, str], tuple[str, ...]] = {(each.name, each.what): () for each in found}
-        for axis in large:
-            try:
-                left = self._judged({**small, axis: 1}, one)
-            except Exception:  # a program that can't do without the axis: nothing is known of it then
-                continue
-            there = {(each.name, each.what): each.factor for each in left}
-            for each in found:
-                key = each.name, each.what
-                if key not in there or not _same_factor(each.factor, there[key]):
-                    gone[key] = (*gone[key], axis)
-        return [_over(each, gone[each.name, each.what], large) for each in found]
+        found, large = self._judged(small, one), [name for name, size in small.items() if size > 1]
+        left = dict.fromkeys(large, found if len(large) > 1 else [])  # without its one axis everything is right
+        if len(large) > 1 and any(
+            not each.axes and each.kind != "shape" for each in found if each.what == found[0].what
+        ):
+            for axis in large:
+                try:
+                    left[axis] = self._judged({**small, axis: 1}, one)
+                except Exception:  # a program that can't do without the axis: nothing is known of it then
+                    continue
+        return [_over(each, [axis for axis in large if not _is_among(each, left[axis])], small) for each in found]
 
     def _judged(self, small: Mapping[str, int], one: Observed) -> list[Mismatch]:
         return judged(Mesh(_declared(small)), self._launched(self.job, small), one, self.rtol, self.atol)
 
 
-def _declared(small: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={size}" for name, size in small.items())
+def _is_among(each: Mismatch, others: Sequence[Mismatch]) -> bool:
+    """Whether a difference is there still, and no other multiple of the right tensor."""
+    still = [other for other in others if (other.name, other.what) == (each.name, each.what)]
+    return bool(still) and (each.factor is None or math.isclose(still[0].factor or 0.0, each.factor, rel_tol=1e-6))
 
 
-def _in_double(job: Job) -> Job:
-    def kept(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-            return x
-        return x.detach().double().requires_grad_(x.requires_grad)
-
-    return replace(job, inputs=torch_private.mapped(kept, job.inputs), double=True)
-
-
-def _same_factor(one: float | None, other: float | None) -> bool:
-    return one is None or (other is not None and math.isclose(one, other, rel_tol=1e-6))
-
-
-_OF_AXES = ("factor", "every", "added", "none", "differs", "order")
-
-
-def _over(difference: Mismatch, gone: tuple[str, ...], sizes: Mapping[str, int]) -> Mismatch:
-    """The difference with its axes: those without which it is gone."""
-    if difference.axes or difference.kind not in _OF_AXES or not gone:
+def _over(difference: Mismatch, gone: Sequence[str], small: Mapping[str, int]) -> Mismatch:
+    """The difference with its axes, where these aren't known: those without which it is gone."""
+    if difference.axes or not gone or difference.kind == "shape":
         return difference
-    if difference.kind in ("factor", "every", "added"):
-        possible = axes_of_factor(difference.factor or 1.0, sizes)
-        axes = next((each for each in possible if set(each) == set(gone)), None)
-        axes = axes or next((each for each in possible if set(each) <= set(gone)), ())
-        if axes or difference.kind == "added":
-            return replace(difference, axes=axes)
-        return replace(difference, text=f"{difference.text} (right where {words(gone)} has size 1)")
-    return replace(difference, text=f"{difference.text}; right where {words(gone)} has size 1", axes=gone)
+    product, factor = math.prod(small[axis] for axis in gone), difference.factor or 0.0
+    if math.isclose(factor, product, rel_tol=1e-6) or math.isclose(factor * product, 1, rel_tol=1e-6):
+        return replace(difference, axes=tuple(gone))
+    text = f"{difference.text}; right where {words(gone)} has size 1"
+    return replace(difference, text=text, axes=() if difference.factor else tuple(gone))

@@ -30,7 +30,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.grammar import Spec
 from axes.algebra.layout import Layout, Universe, common_digits
 from axes.algebra.mesh import Mesh, required_mesh, use_mesh
 from axes.ops.arguments import NamedSpecs, are_plain, taken_apart
@@ -188,19 +187,10 @@ to share a graph.
 """
 
 
-def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
-    """Make the regions in a module, itself among them, plain modules again; returns what they were told, by name."""
-    found = {}
-    for name, each in module.named_modules():
-        state: _State | None = each.__dict__.pop(_STATE, None)
-        for hook in () if state is None else state.hooks:
-            hook.remove()
-        if state is not None and state.call is not None:
-            found[name] = state.call.expression, state.call.named
-            own = each.__dict__.pop("forward").__wrapped__
-            if own != each.forward:  # one that the module had, and not its class
-                each.forward = own
-    return found
+def region_call(module: object) -> RegionCall | None:
+    """What `shard_map` was told of a module; None of anything that is no region."""
+    state = _state(module) if isinstance(module, torch.nn.Module) else None
+    return None if state is None else state.call
 
 
 @torch.compiler.disable(reason="a module region puts shards in its parameters' places; compile the modules inside it")
@@ -231,12 +221,6 @@ def _forward(
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
     """Whether there are tensors among the arguments, all of them plain."""
     return are_plain(taken_apart((args, kwargs), lambda part: None).tensors)
-
-
-def without_same(spec: Spec) -> str:
-    """A spec without what it says of gradients."""
-    pending = tuple(p for p in spec.pending or () if p.op != "same")
-    return str(replace(spec, pending=pending or None))
 
 
 @functools.lru_cache(maxsize=1024)
