@@ -144,15 +144,7 @@ STILL_INSIDE = {
         "axes.runtime.transforms": {"as_plain", "check_dense", "check_not_wrapped", "check_transforms"},
     },
     "show": {
-        "axes.algebra.chunks": {
-            "Box",
-            "Tile",
-            "factor_runs",
-            "largest_chunk",
-            "merged",
-            "nested_chunk",
-            "smallest_chunk",
-        },
+        "axes.algebra.chunks": {"Box", "Runs", "factor_runs", "merged"},
         "axes.algebra.cost": {"members_of_node"},
         "axes.algebra.errors": {"shortened", "shown"},
         "axes.algebra.explanation": {"Explanation", "Section"},
@@ -165,6 +157,7 @@ STILL_INSIDE = {
         "axes.algebra.placements": {"sharding_from"},
         "axes.algebra.plan": {"Step", "bytes_text", "dtype_name", "itemsize_of", "model_of", "time_text"},
         "axes.algebra.planning.candidates": {"COLLECTIVES"},
+        "axes.algebra.planning.exchange": {"Pieces", "pieces_of"},
         "axes.algebra.sharding": {"Slot", "Slots", "layouts_text", "pending_runs", "slots_text", "unmarked"},
         "axes.algebra.sizes": {"checked_rank", "checked_tensor_shape", "given_sizes", "whole_number", "written_sizes"},
         "axes.algebra.specs": {"marked_sharding"},
@@ -177,8 +170,7 @@ STILL_INSIDE = {
         "axes.runtime.groups": {"current_world"},
         "axes.runtime.watching": {"is_users", "listening", "place_of_frame"},
         "axes.runtime.world": {"bound_to_job"},
-        "axes.transfers.buckets": {"MovedTensor", "TensorPiece"},
-        "axes.transfers.transfers": {"BucketTraffic", "Like", "Transfer"},
+        "axes.transfers.transfers": {"Like", "Transfer"},
     },
     "transfers": {
         "axes.algebra": {"grammar", "providers"},
@@ -344,7 +336,6 @@ IMPORTED_LATE = {
     "axes/runtime/agent.py": ["torch"],  # who launches a program needs no torch: it is the ranks that have it
     "axes/runtime/launch.py": ["torch"],  # the same
     "axes/runtime/checkpoint.py": ["torch.distributed.checkpoint"],  # takes a second, and who saves has imported it
-    "axes/show/terminal.py": ["rich"],  # an extra: without it a picture has no colour
     "axes/runtime/torch_private.py": [
         "torch._dynamo",  # takes a second, and a mesh needs none of it
         "torch._functorch._aot_autograd",  # the same

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import axes
-from axes.show.picture import trace
+from axes.show.moves import trace
 
 MESH = axes.Mesh("x=2 y=2 z=2", "xy = x y", "zx = z x")
 PLACES = [
@@ -67,7 +67,7 @@ def test_a_picture_shows_where_every_value_comes_from(seed):
         inside = held(source, shape, rank)
         own[rank][inside] = 1000.0 * rank if rank & summed else whole[inside] - sum(others)
     scenes = trace(made)
-    shown = [drawn(scenes[-1].parts[rank], own, shape) for rank in range(8)]
+    shown = [drawn(scenes[-1].held[rank], own, shape) for rank in range(8)]
     for rank in range(8):
         inside = held(target, shape, rank)
         assert np.isfinite(shown[rank]).sum() == shown[rank][inside].size, f"a part of rank {rank} lies outside"
@@ -77,14 +77,14 @@ def test_a_picture_shows_where_every_value_comes_from(seed):
         assert not after.arrows or after.step.kind in SENDING
         if all(extent % 8 == 0 for extent in shape):  # else what a step says may be more than it turns out to be
             assert bool(after.arrows) == (after.step.kind in SENDING)
-        assert all(one != other and before.parts[one] for one, other in after.arrows)
+        assert all(one != other and before.held[one] for one, other in after.arrows)
 
 
-def drawn(parts: tuple, own: dict[int, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor of the whole shape with what the parts say, and nan elsewhere."""
+def drawn(cells: dict, own: dict[int, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of the whole shape with what the cells say, and nan elsewhere."""
     found = np.full(shape, np.nan)
-    for part in parts:
-        at = tuple(slice(*span) for span in part.box)
+    for box, origins in cells.items():
+        at = tuple(slice(*span) for span in box)
         assert np.isnan(found[at]).all(), "parts overlap"
-        found[at] = sum(own[origin][at] for origin in part.origins)
+        found[at] = sum(own[origin][at] for origin in origins)
     return found

@@ -43,14 +43,14 @@ class Section:
 class Explanation(providers.Pictured):
     """An explanation. `str()` and `print()` show it, a notebook shows `html()`.
 
-    heading: what is explained. facts: the same as data, for `json`. drawing: makes the picture of what moves, where
-    there is one.
+    heading: what is explained. facts: the same as data, for `json`. drawing: what moves, as `axes.show` draws it,
+    where that can be drawn.
     """
 
     heading: str
     sections: tuple[Section, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    drawing: Callable[[], str] | None = field(default=None, compare=False)
+    drawing: Callable[[], Any] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

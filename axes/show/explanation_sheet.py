@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Iterator
 
 from axes.algebra.explanation import Explanation, Section
-from axes.show.panels import Drawing, Listing, Panel, Remark, Sheet
+from axes.show.panels import Listing, Panel, Remark, Sheet
 
 WIDEST_CELL = 64
 """Letters of a last cell before it goes on in a row below."""
@@ -26,7 +26,7 @@ WIDEST_CELL = 64
 
 def sheet_of_explanation(found: Explanation) -> Sheet:
     """The picture of an explanation; who doesn't see it is told its text."""
-    drawn = [] if found.drawing is None else [Drawing(found.drawing())]
+    drawn = [] if found.drawing is None else [found.drawing()]
     panels = (panel for section in found.sections for panel in _panels(section))
     return Sheet(found.heading, str(found), (*drawn, *panels))
 
@@ -37,17 +37,17 @@ def _panels(section: Section) -> Iterator[Panel]:
     rows = tuple(part for row in section.rows if len(row) > 1 for part in _rows(row, widest))
     lines = tuple(f"  {row[0]}" for row in section.rows if len(row) == 1)
     if rows:
-        yield Listing((section.title, *("" for _ in range(widest - 1))), rows)
-        if lines:
-            yield Remark(lines, close=True)
-    elif lines:
-        yield Remark((section.title, *lines))
+        named = bool(rows[0][0])  # else the first row says what the columns are
+        head = ("",) * (widest - 1) if named else rows[0][1:]
+        yield Listing((section.title, *head), rows if named else rows[1:])
+    if lines:
+        title = (section.title,) if section.title and not rows else ()
+        yield Remark((*title, *lines), close=not title)
 
 
 def _rows(row: tuple[str, ...], widest: int) -> Iterator[tuple[str, ...]]:
     """A row with its last cell in the last column, and below it what doesn't fit there."""
-    *cells, last = row
-    first, *others = textwrap.wrap(last, WIDEST_CELL, break_on_hyphens=False) or [""]
-    yield (*cells, *("" for _ in range(widest - len(row))), first)
-    for other in others:
-        yield (*("" for _ in range(widest - 1)), other)
+    before = (*row[:-1], *[""] * (widest - len(row)))
+    for text in textwrap.wrap(row[-1], WIDEST_CELL, break_on_hyphens=False) or [""]:
+        yield (*before, text)
+        before = ("",) * len(before)

@@ -12,8 +12,7 @@ from html import escape
 from itertools import zip_longest
 
 from axes.show.in_svg import svg_of_panel
-from axes.show.in_text import color
-from axes.show.panels import Board, Drawing, Listing, Panel, Remark, Sheet
+from axes.show.panels import Board, Listing, Moves, Panel, Remark, Sheet, color
 
 # A notebook has rules of its own for tables, with stripes: those here have to win.
 STYLE = """
@@ -73,8 +72,8 @@ def _panel(panel: Panel, sheet: Sheet) -> str:
         case Board():
             title = panel.caption.strip() or sheet.title
             return f'<div class="wide">{svg_of_panel(panel, title, sheet.summary)}</div>'
-        case Drawing():
-            return f'<div class="wide">{panel.svg}</div>'
+        case Moves():
+            return f'<div class="wide">{svg_of_panel(panel, sheet.title, panel.words)}</div>'
         case Listing():
             return f'<div class="wide">{_table(panel)}</div>'
         case Remark():

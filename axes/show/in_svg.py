@@ -8,17 +8,21 @@
 
 from __future__ import annotations
 
+import math
 import re
-import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import accumulate, chain
+from typing import NamedTuple
 
-from axes.show.in_text import color
-from axes.show.panels import Board, Cell, Drawing, Head, Listing, Panel, Remark, Sheet
+from axes.show.in_text import Line, panel_lines, title_lines
+from axes.show.panels import Arrows, Board, Cell, Frames, Head, Moves, Panel, Remark, Sheet, Tile, color, widths_of
 
 LETTER, LINE, CELL, GAP, EDGE = 7.25, 18, 24, 14, 10
 """Pixels: a letter's width, a line of text, a cell's height, between panels, around it all."""
+
+SIDE, STRIP, APART, CAPTION, HEADS, STEP = 84, 20, 30, 190, 34, 54
+"""Pixels of moves: a tensor's side, one with a single dim, between ranks, the captions, the heading, the arrows."""
 
 WIDEST = 96
 """Letters of a line of text before it is wrapped."""
@@ -26,15 +30,17 @@ WIDEST = 96
 STYLE = """
   .axes-sheet { background: #fff }
   .axes-sheet text { font: 12px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #24292f }
-  .axes-sheet .title { font-weight: 700; font-size: 14px } .axes-sheet .quiet { fill: #57606a }
+  .axes-sheet .title text { font-weight: 700; font-size: 14px }
+  .axes-sheet .dim { fill: #57606a } .axes-sheet .small { font-size: 11px; fill: #57606a }
   .axes-sheet .mid { text-anchor: middle } .axes-sheet .end { text-anchor: end }
-  .axes-sheet .on { fill: #fff } .axes-sheet .bold { font-weight: 700 }
+  .axes-sheet .on { fill: #fff } .axes-sheet .bold { font-weight: 700 } .axes-sheet .joint { font-size: 17px }
   .axes-sheet .place { fill: #eff2f5; stroke: #fff } .axes-sheet .seen { fill: #24292f; stroke: #fff }
   .axes-sheet .toned { stroke: #fff } .axes-sheet .ring { fill: none; stroke: #24292f; stroke-width: 2.5 }
   .axes-sheet .wall { stroke: #24292f; stroke-width: 2.5 }
+  .axes-sheet .whole { fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }
   @media (prefers-color-scheme: dark) {
-    .axes-sheet { background: #0d1117 }
-    .axes-sheet text { fill: #e6edf3 } .axes-sheet .quiet { fill: #9198a1 } .axes-sheet .on { fill: #fff }
+    .axes-sheet { background: #0d1117 } .axes-sheet text { fill: #e6edf3 }
+    .axes-sheet .dim, .axes-sheet .small { fill: #9198a1 } .axes-sheet .on { fill: #fff }
     .axes-sheet .place { fill: #21262d; stroke: #0d1117 } .axes-sheet .toned { stroke: #0d1117 }
     .axes-sheet .seen { fill: #e6edf3; stroke: #0d1117 } .axes-sheet .seen + text { fill: #0d1117 }
     .axes-sheet .ring { stroke: #e6edf3 } .axes-sheet .wall { stroke: #e6edf3 }
@@ -43,8 +49,7 @@ STYLE = """
 """Every rule is of a class of its own: in a page an SVG's rules are those of the whole page."""
 
 
-@dataclass(frozen=True)
-class Elements:
+class Elements(NamedTuple):
     """A panel that is drawn: its elements from the corner 0, 0 on, and how large it is."""
 
     body: str
@@ -54,174 +59,189 @@ class Elements:
 
 def svg_of(sheet: Sheet) -> str:
     """A whole sheet as one SVG."""
-    title = _lines([sheet.title], "title")
-    pieces = [title, *(drawn_panel(panel) for panel in sheet.panels)]
+    title = _lines(title_lines(sheet, WIDEST * 12 // 14), 14 / 12)
+    pieces = [title._replace(body=f'<g class="title">{title.body}</g>', height=title.height + 4)]
     placed, y = [], float(EDGE)
-    for at, piece in enumerate(pieces):
-        placed.append(f'<g transform="translate({EDGE} {y:g})">{piece.body}</g>')
-        following = sheet.panels[at] if at < len(sheet.panels) else None
-        y += piece.height + (0 if isinstance(following, Remark) and following.close else GAP)
+    for panel in (*sheet.panels, None):
+        placed.append(f'<g transform="translate({EDGE} {y:g})">{pieces[-1].body}</g>')
+        y += pieces[-1].height + GAP * (not isinstance(panel, Remark) or not panel.close)
+        pieces += [_drawn(panel)] if panel is not None else []
     width = max(piece.width for piece in pieces) + 2 * EDGE
-    return document("\n".join(placed), width, y + EDGE - GAP, sheet.title, sheet.summary)
+    return _document("\n".join(placed), width, y + EDGE - GAP, sheet.title, sheet.summary)
 
 
-def svg_of_panel(panel: Board | Drawing, title: str, summary: str) -> str:
-    """A board or a drawing as an SVG of its own."""
-    piece = drawn_panel(panel)
+def svg_of_panel(panel: Board | Moves, title: str, summary: str) -> str:
+    """A board or moves as an SVG of its own."""
+    piece = _drawn(panel)
     body = f'<g transform="translate(2 2)">{piece.body}</g>'
-    return document(body, piece.width + 4, piece.height + 4, title, summary)
+    return _document(body, piece.width + 4, piece.height + 4, title, summary)
 
 
-def document(body: str, width: float, height: float, title: str, summary: str) -> str:
-    """The elements of an SVG with its head."""
+def _document(body: str, width: float, height: float, title: str, summary: str) -> str:
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="axes-sheet" {size} role="img">'
     said = f"<title>{escape(title)}</title><desc>{escape(summary)}</desc>"
     return f"{head}\n{said}\n<style>{STYLE}</style>\n{body}\n</svg>\n"
 
 
-def drawn_panel(panel: Panel) -> Elements:
-    """A panel as the elements of an SVG."""
+def _drawn(panel: Panel) -> Elements:
     match panel:
         case Board():
             return _board(panel)
-        case Listing():
-            return _listing(panel)
-        case Remark():
-            return _lines(panel.lines, "")
-        case Drawing():
-            return _drawing(panel)
+        case Moves():
+            return _moves(panel)
+        case _:
+            return _lines(list(panel_lines(panel, WIDEST)))
 
 
-def _lines(lines: Sequence[str], kind: str) -> Elements:
-    wrapped = [part for line in lines for part in textwrap.wrap(line, WIDEST, subsequent_indent="  ") or [""]]
-    body = "".join(_text(0, LINE * at + 13, line, kind) for at, line in enumerate(wrapped))
-    letter = LETTER * 14 / 12 if kind == "title" else LETTER
-    return Elements(body, max(map(len, wrapped), default=0) * letter, LINE * len(wrapped) + (4 if kind else 0))
+def _lines(lines: Sequence[Line], scale: float = 1) -> Elements:
+    """Lines of text. Where one has a colour, it stands on it."""
+    parts, width = [], 0.0
+    for at, line in enumerate(lines):
+        x, y = 0.0, LINE * at + 13
+        for text, weight, tone in line:
+            if tone is not None and text.strip():
+                box = f'x="{x:g}" y="{y - 12}" width="{len(text.rstrip()) * LETTER + 6:g}" height="16" rx="3"'
+                parts.append(f'<rect {box} fill="{color(tone)}"/>{_text(x + 3, y, text, "on bold")}')
+            else:
+                parts.append(_text(x, y, text, weight))
+            x += len(text) * LETTER * scale
+        width = max(width, x)
+    return Elements("".join(parts), width, LINE * len(lines))
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    shown = escape(text).replace("  ", "\u00a0 ")
+    shown = re.sub("^ | (?= )", "\u00a0", escape(text.rstrip()))
     name = f' class="{kind}"' if kind else ""
-    return f'<text{name} x="{x:.5g}" y="{y:.5g}">{shown}</text>' if text else ""
+    return f'<text{name} x="{x:.5g}" y="{y:.5g}">{shown}</text>' if shown else ""
 
 
-def _drawing(panel: Drawing) -> Elements:
-    """An SVG within the SVG."""
-    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', panel.svg)
-    assert found is not None, "a drawing says how large it is"
-    width, height = map(float, found.groups())
-    return Elements(panel.svg.replace("<svg ", f'<svg height="{height:g}" ', 1), width, height)
+def _box(kind: str, x: float, y: float, width: float, height: float, fill: str = "") -> str:
+    style = f' style="fill:{fill}"' if fill else ""
+    return f'<rect class="{kind}" x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}"{style}/>'
 
 
 # --- boards ---------------------------------------------------------------------------------------
 
 
 def _board(board: Board) -> Elements:
-    labels = [max(map(len, column)) for column in zip(board.corner, *_labels(board.rows), strict=True)]
-    lefts = [0.0]
-    for longest in labels:
-        lefts.append(lefts[-1] + longest * LETTER + (12 if longest else 0))
-    left = lefts[-1] + len(board.across) * LETTER + (8 if board.across else 0)
-    widths, heights = _extents(board)
-    top = CELL * bool(board.caption) + (CELL if any(head.labels[0] for head in board.columns) else 0)
-    parts = [_text(0, 15, board.caption.strip(), "bold")] if board.caption else []
-    parts += [_text(x, top - 8, name, "quiet") for x, name in zip(lefts, (*board.corner, board.across), strict=True)]
-    x = left
-    for head, width in zip(board.columns, widths, strict=True):
-        parts.append(_text(x + width / 2, top - 8, head.labels[0], "quiet mid"))
-        x += width
-    y = float(top)
-    for (head, cells, note), height in zip(board.lines, heights, strict=True):
-        if head.gap:
-            parts.append(_text(left, y + 15, f"\u22ee {head.labels[0]}", "quiet"))
-            y += height
-            continue
-        middle = y + height / 2 + 4
-        parts += [_text(at, middle, label, "quiet") for at, label in zip(lefts, head.labels, strict=False)]
-        parts.append(_row(cells, widths, left, y, height))
-        parts.append(_text(left + sum(widths) + 10, middle, note, "quiet"))
-        y += height
-    notes = max((len(note) * LETTER + 12 for note in board.notes), default=0)
-    gaps = max((len(head.labels[0]) * LETTER + 20 for head in board.rows if head.gap), default=0)
-    width = max(left + max(sum(widths) + notes, gaps), len(board.caption) * LETTER) + 2
-    return Elements("".join(filter(None, parts)), width, y + 2)
-
-
-def _labels(heads: Sequence[Head]) -> list[tuple[str, ...]]:
-    return [head.labels for head in heads if not head.gap]
-
-
-def _extents(board: Board) -> tuple[list[float], list[float]]:
-    """How wide the columns are and how high the rows: by their extents, but with room for what stands in them."""
-    least = [
-        max(len(head.labels[0]), *(len(_said(row[at])) for row in board.cells)) * LETTER + 14
-        for at, head in enumerate(board.columns)
-    ]
-    across = sum(head.extent for head in board.columns if not head.gap) or 1
-    total = max(240.0 if len({head.extent for head in board.columns}) > 1 else 96.0, sum(least))
-    widths = [
-        short if head.gap else max(short, total * head.extent / across)
-        for short, head in zip(least, board.columns, strict=True)
-    ]
     shown = [head for head in board.rows if not head.gap]
-    down = sum(head.extent for head in shown) or 1
-    uneven = len({head.extent for head in shown}) > 1
-    heights = [
-        float(CELL) if head.gap or not uneven else max(float(CELL), 1.5 * CELL * len(shown) * head.extent / down)
-        for head in board.rows
-    ]
-    return widths, heights
+    labels = widths_of([board.corner, *(head.labels for head in shown)])
+    lefts = [*accumulate((count * LETTER + 12 if count else 0 for count in labels), initial=0.0)]
+    left = lefts[-1] + (len(board.across) * LETTER + 8 if board.across else 0)
+    heads = [head.labels[0] for head in board.columns]
+    top = CELL * (bool(board.caption) + any((*board.corner, board.across, *heads)))
+    texts = [[f"{cell.text} {cell.mark}".strip() for cell in row] for row in board.cells]
+    letters = [count * LETTER + 14 for count in widths_of([heads, *texts])]
+    wide = max(*letters, 96 / len(letters))
+    least = [own if head.gap else wide for own, head in zip(letters, board.columns, strict=True)]
+    widths = _shares(board.columns, least, 240)
+    heights = _shares(board.rows, [CELL] * len(board.rows), 1.5 * CELL * len(shown))
+    parts = [_text(0, 15, board.caption.strip(), "bold")]
+    parts += [_text(x, top - 8, name, "dim") for x, name in zip(lefts, (*board.corner, board.across), strict=True)]
+    for head, start, width in zip(board.columns, accumulate(widths, initial=left), widths, strict=False):
+        parts.append(_text(start + width / 2, top - 8, head.labels[0], "dim mid"))
+    end, y = left + sum(widths), float(top)
+    ends = [end, len(board.caption) * LETTER]
+    for head, cells, height in zip(board.rows, board.cells, heights, strict=True):
+        middle = y + height / 2 + 4
+        if head.gap:
+            parts.append(_text(left, middle - 1, f"\u22ee {head.labels[0]}", "dim"))
+        else:
+            parts += [_text(at, middle, label, "dim") for at, label in zip(lefts, head.labels, strict=False)]
+            parts += [*_row(cells, widths, left, y, height), _text(end + 10, middle, head.note, "dim")]
+        ends.append(left + len(head.labels[0]) * LETTER + 20 if head.gap else end + len(head.note) * LETTER + 12)
+        y += height
+    return Elements("".join(parts), max(ends) + 2, y + 2)
 
 
-def _said(cell: Cell) -> str:
-    return f"{cell.text} {cell.mark}" if cell.mark else cell.text
+def _shares(heads: Sequence[Head], least: Sequence[float], spread: float) -> list[float]:
+    """How large rows or columns are: by their extents where these differ, but with room for what stands in them."""
+    extents = [0 if head.gap else head.extent for head in heads]
+    share = spread / (sum(extents) or 1) if len({*extents} - {0}) > 1 else 0
+    return [max(short, share * extent) for short, extent in zip(least, extents, strict=True)]
 
 
-def _row(cells: Sequence[Cell], widths: Sequence[float], left: float, y: float, height: float) -> str:
+def _row(cells: Sequence[Cell], widths: Sequence[float], left: float, y: float, height: float) -> list[str]:
     parts, over = [], []
-    x = left
-    for cell, width in zip(cells, widths, strict=True):
-        box = f'x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}"'
-        seen = cell.here and cell.tone is None
-        kind = "seen" if seen else "place" if cell.tone is None else "toned"
-        fill = f' style="fill:{color(cell.tone)}"' if cell.tone is not None else ""
-        parts.append(f'<rect class="{kind}" {box}{fill}/>')
-        bold = " bold" if cell.here else ""
-        parts.append(
-            _text(x + width / 2, y + height / 2 + 4, _said(cell), f"mid{bold}{' on' if kind != 'place' else ''}")
-        )
-        if cell.here and not seen:
-            inner = f'x="{x + 2:.5g}" y="{y + 2:.5g}" width="{width - 4:.5g}" height="{height - 4:.5g}"'
-            over.append(f'<rect class="ring" {inner}/>')
+    for cell, x, width in zip(cells, accumulate(widths, initial=left), widths, strict=False):
+        kind = "toned" if cell.tone is not None else "seen" if cell.here else "place"
+        parts.append(_box(kind, x, y, width, height, "" if cell.tone is None else color(cell.tone)))
+        style = f"mid{' bold' * cell.here}{' on' * (kind != 'place')}"
+        parts.append(_text(x + width / 2, y + height / 2 + 4, f"{cell.text} {cell.mark}", style))
+        if cell.here and kind == "toned":
+            over.append(_box("ring", x + 2, y + 2, width - 4, height - 4))
         if cell.wall:
             over.append(f'<line class="wall" x1="{x:.5g}" y1="{y:.5g}" x2="{x:.5g}" y2="{y + height:.5g}"/>')
-        x += width
-    return "".join((*parts, *over))
+    return [*parts, *over]
 
 
-# --- tables ---------------------------------------------------------------------------------------
+# --- moves ----------------------------------------------------------------------------------------
 
 
-def _listing(listing: Listing) -> Elements:
-    widths = [max(map(len, column)) * LETTER for column in zip(listing.head, *listing.rows, strict=True)]
-    starts = [sum(widths[:at]) + 14 * at for at in range(len(widths))]
-    parts = []
-    for row, cells in enumerate((listing.head, *listing.rows)):
-        tone = listing.tones[row - 1] if 0 < row <= len(listing.tones) else None
-        y = LINE * row + 13
-        for at, (text, start, wide) in enumerate(zip(cells, starts, widths, strict=True)):
-            end = at in listing.right
-            kind = " ".join(filter(None, ("quiet" if row == 0 else "", "end" if end else "")))
-            if at == 0 and tone is not None and text:
-                parts.append(_chip(start, y, text, tone))
-            else:
-                parts.append(_text(start + wide if end else start, y, text, kind))
-    return Elements("".join(filter(None, parts)), starts[-1] + widths[-1], LINE * (len(listing.rows) + 1))
+def _moves(moves: Moves) -> Elements:
+    rows = [row for row in moves.rows if isinstance(row, Frames)]
+    left = max([CAPTION, *(len(row.caption) * LETTER + 48 for row in rows)])
+    lefts = [left + at * (SIDE + APART) for at in range(len(moves.heads))]
+    striped = dict.fromkeys(ranks for row in rows for tiles in row.tiles for *_, ranks in tiles if len(ranks) > 1)
+    parts = [f"<defs>{''.join(map(_stripes, striped))}</defs>"] if striped else []
+    for x, (rank, where) in zip(lefts, moves.heads, strict=True):
+        parts += [_text(x + SIDE / 2, 13, f"rank {rank}", "mid"), _text(x + SIDE / 2, 26, where, "mid small")]
+    y, below = float(HEADS), False
+    for row in moves.rows:
+        if isinstance(row, Arrows):
+            parts += _arrows(row, lefts, y)
+            y, below = y + STEP, False
+            continue
+        y, height = y + APART * below, SIDE if row.tall else STRIP
+        parts += _frames(row, [rank for rank, _ in moves.heads], lefts, y, height)
+        y, below = y + height, True
+    return Elements("".join(parts), lefts[-1] + SIDE + 2, y + 2)
 
 
-def _chip(x: float, y: float, text: str, tone: int) -> str:
-    """A letter on its colour."""
-    width = len(text) * LETTER + 6
-    box = f'<rect x="{x:g}" y="{y - 12:g}" width="{width:g}" height="16" rx="3" fill="{color(tone)}"/>'
-    return box + _text(x + 3, y, text, "on bold")
+def _arrows(row: Arrows, lefts: Sequence[float], y: float) -> Iterator[str]:
+    yield _text(0, y + 24, row.lines[0])
+    yield _text(0, y + 39, row.lines[1], "small")
+    for source, target in row.arrows:
+        lean = SIDE / 2 + 5 * (target - source)
+        x1, x2, y2 = lefts[source] + lean, lefts[target] + SIDE - lean, y + STEP - 6
+        ends = f'x1="{x1:g}" y1="{y + 5:g}" x2="{x2:g}" y2="{y2:g}"'
+        yield f'<line {ends} stroke="{color(source)}" stroke-width="1.4"/>'
+        turn = math.degrees(math.atan2(y2 - y - 5, x2 - x1))
+        turned = f"translate({x2:g} {y2:g}) rotate({turn:.4g})"
+        yield f'<path d="M-5 -3L1 0L-5 3z" transform="{turned}" fill="{color(source)}"/>'
+
+
+def _frames(row: Frames, names: Sequence[str], lefts: Sequence[float], y: float, height: float) -> Iterator[str]:
+    middle = y + height / 2 + 4
+    yield _text(0, middle, row.caption)
+    for at, way in enumerate(row.ways):
+        yield _text(lefts[0] - 14, middle + 15 * (at - (len(row.ways) - 1) / 2), way, "small end")
+    for x, tiles, joint in zip(lefts, row.tiles, row.joints, strict=True):
+        yield from chain.from_iterable(_tile(tile, names, x, y, height) for tile in tiles)
+        yield _box("whole", x, y, SIDE, height)
+        yield _text(x - APART / 2, middle + 2, joint, "mid joint")
+
+
+def _tile(tile: Tile, names: Sequence[str], x: float, y: float, height: float) -> Iterator[str]:
+    down, across, ranks = tile
+    (top, bottom), (start, stop) = [height * at for at in down], [SIDE * at for at in across]
+    label = "+".join(names[rank] for rank in ranks)
+    fill = color(ranks[0]) if len(ranks) == 1 else f"url(#{_name(ranks)})"
+    yield _box("tile", x + start + 0.7, y + top + 0.7, stop - start - 1.4, bottom - top - 1.4, fill)
+    if stop - start >= 8 * len(label) + 4 and bottom - top >= 15:
+        yield _text(x + (start + stop) / 2, y + (top + bottom) / 2 + 4, label, "mid on")
+
+
+def _stripes(ranks: Sequence[int]) -> str:
+    """A pattern in the colours of these ranks. Its name says them: it means the same in every picture of a page."""
+    size = 7 * len(ranks)
+    stripes = "".join(
+        f'<rect x="{7 * at}" width="7" height="{size}" fill="{color(rank)}"/>' for at, rank in enumerate(ranks)
+    )
+    units = f'width="{size}" height="{size}" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
+    return f'<pattern id="{_name(ranks)}" {units}>{stripes}</pattern>'
+
+
+def _name(ranks: Iterable[int]) -> str:
+    return "of-" + "-".join(map(str, ranks))

@@ -1,9 +1,9 @@
 """A sheet as lines of text: of ASCII, of a width, the same with colour and without.
 
->>> from axes.show.panels import Board, Cell, Head, Listing, Sheet
+>>> from axes.show.panels import Board, Cell, Head, Sheet
 >>> columns = tuple(Head((str(at),)) for at in range(3))
 >>> cells = (Cell("4", tone=0, mark="t"), Cell("5", here=True), Cell("6", wall=True))
->>> board = Board(("dp",), "tp", columns, (Head(("1",)),), (cells,), ("node 1",))
+>>> board = Board(("dp",), "tp", columns, (Head(("1",), note="node 1"),), (cells,))
 >>> print(plain(lines_of(Sheet("three ranks", "", (board,)), 80)))
 three ranks
 <BLANKLINE>
@@ -15,43 +15,63 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from axes.show.panels import COLORS, Board, Cell, Drawing, Listing, Panel, Remark, Sheet
+from axes.show.panels import Board, Cell, Listing, Moves, Panel, Remark, Sheet, widths_of
 from axes.show.rank_text import LEFT_OUT
+
+CODES = {"bold": "1", "dim": "2", "bold reverse": "1;7"}
+"""How a terminal is told of each weight."""
+
+TERMINAL_COLORS = (68, 130, 29, 133, 94, 168, 30, 95)
+"""`COLORS` as near as the 256 colours come that terminals have."""
 
 
 class Span(NamedTuple):
-    """Text in a style, as rich names it."""
+    """Text of a weight, which is one of `CODES`, and of a colour."""
 
     text: str
-    style: str = ""
+    weight: str = ""
+    tone: int | None = None
 
 
 Line = list[Span]
 
-HEAD = "bold"
-QUIET = "dim"
-HERE = "bold reverse"
-
 
 def plain(lines: Iterable[Line]) -> str:
-    """Lines without their styles."""
-    return "\n".join("".join(span.text for span in line) for line in lines)
+    """Lines without weight and colour."""
+    return "\n".join(map(_letters, lines))
+
+
+def coded(lines: Iterable[Line], colors: bool = True) -> str:
+    """Lines as a terminal takes them."""
+
+    def span_text(span: Span) -> str:
+        hue = [] if span.tone is None or not colors else [f"38;5;{TERMINAL_COLORS[span.tone % len(TERMINAL_COLORS)]}"]
+        codes = ";".join([*filter(None, [CODES.get(span.weight)]), *hue])
+        return f"\x1b[{codes}m{span.text}\x1b[0m" if codes else span.text
+
+    return "\n".join("".join(map(span_text, line)) for line in lines)
 
 
 def lines_of(sheet: Sheet, width: int) -> list[Line]:
     """The lines of a sheet, each of at most `width` columns."""
-    found: list[Line] = [[Span(line, HEAD)] for line in _wrapped(sheet.title, width)]
+    found = title_lines(sheet, width)
     for panel in sheet.panels:
-        lines = [_cut(_stripped(line), width) for line in _panel(panel, width)]
+        lines = [_cut(line, width) for line in panel_lines(panel, width)]
         apart = bool(lines) and not (isinstance(panel, Remark) and panel.close)
         found += [[], *lines] if apart else lines
     return found
 
 
-def _panel(panel: Panel, width: int) -> Iterator[Line]:
+def title_lines(sheet: Sheet, width: int) -> list[Line]:
+    """The title of a sheet."""
+    return [[Span(line, "bold")] for line in _wrapped(sheet.title, width)]
+
+
+def panel_lines(panel: Panel, width: int) -> Iterator[Line]:
+    """The lines of a panel. Text is wrapped at `width`, boards and tables are as wide as they are."""
     match panel:
         case Board():
             yield from _board(panel)
@@ -59,7 +79,7 @@ def _panel(panel: Panel, width: int) -> Iterator[Line]:
             yield from _listing(panel)
         case Remark():
             yield from ([Span(text)] for line in panel.lines for text in _wrapped(line, width))
-        case Drawing():
+        case Moves():
             return
 
 
@@ -68,83 +88,61 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
-def _stripped(line: Line) -> Line:
-    """A line without the spaces at its end."""
-    found = list(line)
-    while found:
-        last = found.pop()
-        if last.text.rstrip():
-            return [*found, Span(last.text.rstrip(), last.style)]
-    return found
+def _letters(line: Line) -> str:
+    return "".join(span.text for span in line).rstrip()
 
 
 def _cut(line: Line, width: int) -> Line:
-    """A line without what doesn't fit, which only names that are too long lead to."""
-    found: Line = []
-    left = width - sum(len(span.text) for span in line)
-    if left >= 0:
-        return line
-    left = width - len(LEFT_OUT)
+    """A line without what doesn't fit: the spaces at its end, or what names that are too long lead to."""
+    found, letters = list[Span](), len(_letters(line))
+    fits = letters <= width
+    left = letters if fits else width - len(LEFT_OUT)
     for span in line:
-        found.append(Span(span.text[:left], span.style))
+        found.append(span._replace(text=span.text[:left]))
         left -= len(found[-1].text)
-    return [*found, Span(LEFT_OUT)]
-
-
-def color(tone: int) -> str:
-    """A colour by its number."""
-    return COLORS[tone % len(COLORS)]
+    return found if fits else [*found, Span(LEFT_OUT)]
 
 
 def _board(board: Board) -> Iterator[Line]:
+    """Labels, places and notes as one table, in which a place has no room around it but its mark or brackets."""
+    walls = [any(cell.wall for cell in column) for column in zip(*board.cells, strict=True)]
+    first = [Span(f"{text}  ", "dim") for text in board.corner] + [Span(f"{board.across} ", "dim")]
+    heads = (Span(f" {head.labels[0]} ", "dim") for head in board.columns)
+    between = (Span("|" * wall) for wall in walls)
+    rows = [[*first, *chain.from_iterable(zip(between, heads, strict=True)), Span("")]]
+    for row, cells in zip(board.rows, board.cells, strict=True):
+        beside = [Span(f"{text}  ", "dim") for text in row.labels] if not row.gap else [Span("")] * len(board.corner)
+        places = [[Span("|" * cell.wall or " " * wall), _place(cell)] for cell, wall in zip(cells, walls, strict=True)]
+        rows.append([*beside, Span(""), *chain.from_iterable(places), Span(f"  {row.note}", "dim")])
+    right = range(len(first) + 1, len(rows[0]) - 1, 2)
+    title, *lines = _aligned(rows, right)
     if board.caption:
         yield [Span(board.caption)]
-    labels = _widths([board.corner, *(head.labels for head in board.rows if not head.gap)])
-    walls = [any(row[at].wall for row in board.cells) for at in range(len(board.columns))]
-    widths = [
-        max(len(text) for text in (*head.labels, *(row[at].text for row in board.cells)))
-        for at, head in enumerate(board.columns)
-    ]
-    title: Line = [Span(_padded(board.corner, labels), QUIET), Span(f"  {board.across} ", QUIET)]
-    indent = sum(len(span.text) for span in title)
-    for at, (head, wide) in enumerate(zip(board.columns, widths, strict=True)):
-        title.append(Span(_wall(walls[at], walls[at]) + f" {head.labels[0]:>{wide}} ", QUIET))
-    if any(span.text.strip() for span in title):
+    if _letters(title):
         yield title
-    for head, cells, note in board.lines:
-        if head.gap:
-            yield [Span(f"{LEFT_OUT} {head.labels[0]}", QUIET)]
-            continue
-        label = _padded(head.labels, labels)
-        line = [Span(label, QUIET), Span(" " * (indent - len(label)))]
-        for at, (cell, wide) in enumerate(zip(cells, widths, strict=True)):
-            line += [Span(_wall(walls[at], cell.wall)), _cell(cell, wide)]
-        yield [*line, Span(f"  {note}", QUIET)]
+    for row, line in zip(board.rows, lines, strict=True):
+        yield [Span(f"{LEFT_OUT} {row.labels[0]}", "dim")] if row.gap else line
 
 
-def _wall(in_column: bool, here: bool) -> str:
-    return "" if not in_column else "|" if here else " "
-
-
-def _cell(cell: Cell, wide: int) -> Span:
-    text = f"[{cell.text}]" if cell.here else f"{cell.text}{cell.mark or ' '}"
-    style = HERE if cell.here else "" if cell.tone is None else f"bold {color(cell.tone)}"
-    return Span(f"{text:>{wide + 2}}", style)
+def _place(cell: Cell) -> Span:
+    if cell.here:
+        return Span(f"[{cell.text}]", "bold reverse")
+    return Span(f" {cell.text}{cell.mark or ' '}", "" if cell.tone is None else "bold", cell.tone)
 
 
 def _listing(listing: Listing) -> Iterator[Line]:
-    widths = _widths([listing.head, *listing.rows])
-    yield [Span(_padded(listing.head, widths, listing.right), QUIET)]
-    for row, tone in zip_longest(listing.rows, listing.tones[: len(listing.rows)]):
-        text = _padded(row, widths, listing.right)
-        first = widths[0]
-        yield [Span(text[:first], "" if tone is None else f"bold {color(tone)}"), Span(text[first:])]
+    apart = [Span(text, "dim") for text in listing.head]
+    rows = [apart]
+    for (first, *others), tone in zip_longest(listing.rows, listing.tones[: len(listing.rows)]):
+        rows.append([Span(first, "" if tone is None else "bold", tone), *map(Span, others)])
+    last = len(listing.head) - 1
+    for line in _aligned(rows, listing.right):
+        yield [span._replace(text=span.text + "  ") if at < last else span for at, span in enumerate(line)]
 
 
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-
-def _padded(texts: Sequence[str], widths: Sequence[int], right: Sequence[int] = ()) -> str:
-    cells = (f"{text:{'>' if at in right else '<'}{wide}}" for at, (text, wide) in enumerate(zip(texts, widths)))  # noqa: B905
-    return "  ".join(cells)
+def _aligned(rows: Sequence[Line], right: Sequence[int]) -> Iterator[Line]:
+    """The rows with each cell as wide as its column; numbers stand on its right."""
+    widths = widths_of([[span.text for span in row] for row in rows])
+    forms = [f"{'>' if at in right else '<'}{wide}" for at, wide in enumerate(widths)]
+    for row in rows:
+        yield [span._replace(text=f"{span.text:{form}}") for span, form in zip(row, forms, strict=True)]

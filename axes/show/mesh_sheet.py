@@ -22,15 +22,15 @@ t  tp       4   1  4..7                 1  2: 0..3, 4..7
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet
-from axes.show.rank_text import LEFT_OUT, folded, joined, short_ranks
+from axes.show.boards import BoardSide, board_of
+from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet, widths_of
+from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks
 
 LONGEST = 24
 """A name with what it is made of gets at most this many columns of a table."""
@@ -39,10 +39,14 @@ LONGEST = 24
 def sheet_of_mesh(mesh: Mesh, room: Room) -> Sheet:
     """The picture of a mesh, seen from its rank."""
     declared = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    listing, left_out = _groups(mesh, room)
+    further = [name for name in mesh.namespace if name not in mesh.axis_names]
+    most = max(2, room.height - 13 - len(mesh.axis_names))
+    left_out = further[most:]
+    listing = _groups(mesh, [*mesh.axis_names, *further[:most]], room.width)
     panels: list[Panel] = [Remark((_ranks(mesh),), close=True)]
-    board = _grid(mesh, room, max(5, room.height - 6 - len(listing.rows) - bool(left_out)))
-    panels += [listing] if board is None else [board, listing]
+    if mesh.universe.position(mesh.rank) is not None or mesh.size == mesh.universe.size:
+        panels.append(_grid(mesh, room, max(5, room.height - 6 - len(listing.rows) - bool(left_out))))
+    panels.append(listing)
     if left_out:
         panels.append(Remark((f"and {len(left_out)} more names: {' '.join(left_out)}",), close=True))
     summary = f"The ranks of a mesh {declared} as a grid, and the groups along each of its axes. {_ranks(mesh)}."
@@ -56,11 +60,10 @@ def letters_of(names: Sequence[str]) -> tuple[str, ...]:
     ('p', 'r', 's', 'c', 't', 'i')
     """
     found: list[str] = []
-    for name in names:
-        words = [word for word in reversed(name.lower().split("_")) if word]
-        wanted = [word[0] for word in words] + list(name.lower()) + list("abcdefghijklmnopqrstuvwxyz")
-        free = (letter for letter in wanted if letter.isalpha() and letter.isascii() and letter not in found)
-        found.append(next(free, "*"))
+    for name in map(str.lower, names):
+        initials = [word[0] for word in reversed(name.split("_")) if word]
+        wanted = (*initials, *name, *"abcdefghijklmnopqrstuvwxyz")
+        found.append(next((each for each in wanted if each.isalpha() and each.isascii() and each not in found), "*"))
     return tuple(found)
 
 
@@ -90,150 +93,65 @@ def nodes_of(ranks: Sequence[int], per_node: int) -> int:
     return len({rank // per_node for rank in ranks})
 
 
-# --- the grid -------------------------------------------------------------------------------------
-
-
-def _grid(mesh: Mesh, room: Room, rows: int) -> Board | None:
-    """The ranks, the last axis across; None where the mesh isn't seen from one of its ranks."""
-    position = mesh.universe.position(mesh.rank)
-    whole = mesh.layout_of_all
-    if position is None and mesh.size != mesh.universe.size:
-        return None
-    base = 0 if position is None else position - whole.offset(whole.coordinate(position))
-    here = None if position is None else [layout.coordinate(position) for layout in mesh.layouts]
+def _grid(mesh: Mesh, room: Room, lines: int) -> Board:
+    """The ranks, the last axis across. A rank is a peer along an axis if its coordinates on all others are the same."""
+    position, per_node = mesh.universe.position(mesh.rank), mesh.ranks_per_node
+    seen, whole = position or 0, mesh.layout_of_all
     *leading, last = mesh.layouts
-    height = math.prod(layout.size for layout in leading)
-    own_row, own_column = (0, 0) if here is None else (_number(leading, here), here[-1])
-    sizes = [layout.size for layout in leading]
-    places = _columns(mesh, sizes, base, room)
-    across = folded(last.size, [own_column, 0, last.size - 1, own_column - (own_column > 0)], places)
-    down = folded(height, _rows_to_show(sizes, here, own_row), rows)
-    letters = letters_of(mesh.axis_names)
-    cells, heads, notes = [], [], []
-    for row in down:
-        if isinstance(row, range):
-            heads.append(Head((f"{len(row):,} more rows",), gap=True))
-            cells.append(tuple(Cell("") for _ in across))
-            notes.append("")
-            continue
-        at = _coordinates(row, sizes)
-        heads.append(Head(tuple(map(str, at))))
-        start = base + sum(layout.offset(index) for layout, index in zip(leading, at, strict=True))
-        cells.append(tuple(_cells(mesh, start, at, across, here, letters)))
-        notes.append(_nodes(mesh, start))
-    columns = [Head((LEFT_OUT,), gap=True) if isinstance(column, range) else Head((str(column),)) for column in across]
+    rows, base = Layout.product(*leading), seen - whole.offset(whole.coordinate(seen))
+    letters, own = letters_of(mesh.axis_names), last.coordinate(seen)
+
+    def place(row: int, column: int) -> int:
+        return base + rows.offset(row) + last.offset(column)
+
+    def node(row: int, column: int) -> int | None:
+        return None if per_node is None else mesh.universe.ranks[place(row, column)] // per_node
+
+    def head(row: int) -> Head:
+        labels = tuple(str(layout.coordinate(rows.offset(row))) for layout in leading)
+        ends = list(dict.fromkeys((node(row, 0), node(row, last.size - 1))))
+        note = "" if per_node is None else f"node{'s' * (len(ends) > 1)} {LEFT_OUT.join(map(str, ends))}"
+        return Head(labels, note=note)
+
+    def cell(row: int, column: int) -> Cell:
+        at = place(row, column)
+        apart = [i for i, layout in enumerate(mesh.layouts) if layout.coordinate(at) != layout.coordinate(seen)]
+        peer = position is not None and len(apart) == 1
+        wall = column > 0 and node(row, column - 1) != node(row, column)
+        rank, here = str(mesh.universe.ranks[at]), position is not None and not apart
+        return Cell(rank, apart[0] if peer else None, letters[apart[0]] if peer else "", here, wall)
+
     *corner, name = mesh.axis_names
-    return Board(tuple(corner), name, tuple(columns), tuple(heads), tuple(cells), tuple(notes))
+    down = BoardSide(tuple(corner), rows.size, head, _wanted(rows, leading, seen), "{:,} more rows")
+    wanted = (own, 0, last.size - 1, max(0, own - 1))
+    across = BoardSide((name,), last.size, lambda column: Head((str(column),)), wanted, LEFT_OUT)
+    return board_of(down, across, cell, room, lines)
 
 
-def _columns(mesh: Mesh, sizes: Sequence[int], base: int, room: Room) -> int:
-    """How many ranks fit beside each other."""
-    digits = [max(len(name), len(str(size - 1))) for name, size in zip(mesh.axis_names, sizes, strict=False)]
-    label = sum(digits) + 2 * max(0, len(digits) - 1) + len(mesh.axis_names[-1]) + 3
-    ranks = mesh.universe.ranks
-    highest = ranks[-1] if isinstance(ranks, range) else max(ranks)
-    note, several = 0, LEFT_OUT in _nodes(mesh, base)
-    if mesh.ranks_per_node is not None:
-        node = len(str(highest // mesh.ranks_per_node))
-        note = len("  nodes ") + 2 * node + len(LEFT_OUT) if several else len("  node ") + node
-    return max(3, (room.width - label - note) // (len(str(highest)) + 2 + several))
-
-
-def _number(layouts: Sequence[Layout], coordinates: Sequence[int]) -> int:
-    """The number of a row by its coordinates on the axes that go down."""
-    found = 0
-    for layout, at in zip(layouts, coordinates, strict=False):
-        found = found * layout.size + at
-    return found
-
-
-def _coordinates(row: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    found = []
-    for size in reversed(sizes):
-        row, at = divmod(row, size)
-        found.append(at)
-    return tuple(reversed(found))
-
-
-def _rows_to_show(sizes: Sequence[int], here: Sequence[int] | None, own: int) -> Iterator[int]:
+def _wanted(rows: Layout, leading: Sequence[Layout], seen: int) -> Iterator[int]:
     """Rows in the order of their importance: this rank's, the first, the last, then those of its peers by distance."""
-    yield from (own, 0, math.prod(sizes) - 1)
-    if here is None:
-        return
-    for distance in range(1, max(sizes, default=1)):
-        stride = 1
-        for size, at in reversed(list(zip(sizes, here, strict=False))):
+    yield from (rows.coordinate(seen), 0, rows.size - 1)
+    for distance in range(1, 17):
+        for layout in reversed(leading):
+            at = layout.coordinate(seen)
             for other in (at + distance, at - distance):
-                if 0 <= other < size:
-                    yield own + (other - at) * stride
-            stride *= size
-        if distance == 16:
-            return
+                if 0 <= other < layout.size:
+                    yield rows.coordinate(seen - layout.offset(at) + layout.offset(other))
 
 
-def _cells(
-    mesh: Mesh,
-    start: int,
-    at: Sequence[int],
-    across: Iterable[int | range],
-    here: Sequence[int] | None,
-    letters: Sequence[str],
-) -> Iterator[Cell]:
-    """The ranks of a row. A rank is a peer along an axis where its coordinates are this rank's on all others."""
-    last, per_node = mesh.layouts[-1], mesh.ranks_per_node
-    node: int | None = None
-    for column in across:
-        if isinstance(column, range):
-            yield Cell(LEFT_OUT)
-            node = None
-            continue
-        rank = mesh.universe.ranks[start + last.offset(column)]
-        apart = [] if here is None else [i for i, (a, b) in enumerate(zip((*at, column), here, strict=True)) if a != b]
-        tone = apart[0] if len(apart) == 1 else None
-        previous, node = node, None if per_node is None else rank // per_node
-        wall = previous is not None and previous != node
-        mark = "" if tone is None else letters[tone]
-        yield Cell(str(rank), tone, mark, here is not None and not apart, wall)
-
-
-def _nodes(mesh: Mesh, start: int) -> str:
-    """The nodes of a row."""
-    per_node, last = mesh.ranks_per_node, mesh.layouts[-1]
-    if per_node is None:
-        return ""
-    offsets = last.offsets()
-    ends = [mesh.universe.ranks[start + offset] // per_node for offset in (offsets[0], offsets[-1])]
-    return f"node {ends[0]}" if ends[0] == ends[1] else f"nodes {ends[0]}..{ends[1]}"
-
-
-# --- the groups -----------------------------------------------------------------------------------
-
-
-def _groups(mesh: Mesh, room: Room) -> tuple[Listing, list[str]]:
-    """A row for each name of the mesh, axes first; and the names that have no row."""
-    further = [name for name in mesh.namespace if name not in mesh.axis_names]
-    most = max(2, room.height - 13 - len(mesh.axis_names))
-    named = [*mesh.axis_names, *further[: most if len(further) > most else None]]
-    letters = [*letters_of(mesh.axis_names), *[""] * len(further)]
-    rows = [(letter, *_row(mesh, name)) for letter, name in zip(letters, named, strict=False)]
-    per_node = mesh.ranks_per_node
-    head = ["", "axis", "size", "at", f"group of rank {mesh.rank}", *(["nodes"] if per_node else []), "all groups"]
-    counts = {name: f"{mesh.universe.size // mesh.layout(name).size:,}" for name in named}
-    # What is left of the width is for the rank's own group, and then for those of all ranks.
-    left = room.width - sum(max(map(len, column)) for column in zip(head[:4], *rows, strict=False))
-    left -= 2 * (len(head) - 1) + (len("nodes") if per_node else 0)
-    least = max(len(head[-1]), *map(len, counts.values()))
-    held = [mesh.ranks_of(mesh.layout(name)) for name in named]
-    most_own = max(len(head[4]), min(left - least, max(27, left * 3 // 5)))
-    own = ["-" if ranks is None else short_ranks(ranks, most_own) for ranks in held]
-    widest = max(len(head[4]), *map(len, own))
-    table = []
-    for row, name, ranks, group in zip(rows, named, held, own, strict=True):
-        nodes = [] if per_node is None else ["-" if ranks is None else f"{nodes_of(ranks, per_node):,}"]
-        table.append((*row, group, *nodes, _all_groups(mesh, name, counts[name], left - widest)))
-    tones = (*range(len(mesh.axis_names)), *[None] * (len(named) - len(mesh.axis_names)))
-    right = (2, 3, 5) if per_node else (2, 3)
-    return Listing(tuple(head), tuple(table), right, tones), further[len(named) - len(mesh.axis_names) :]
+def _groups(mesh: Mesh, names: Sequence[str], width: int) -> Listing:
+    """A row for each name. A third of the width is for this rank's group, what is left for those of all ranks."""
+    per_node, axes = mesh.ranks_per_node, len(mesh.axis_names)
+    head = ("", "axis", "size", "at", f"group of rank {mesh.rank}", *(["nodes"] if per_node else []))
+    rows = []
+    for mark, name in zip_longest(letters_of(mesh.axis_names), names, fillvalue=""):
+        ranks = mesh.ranks_of(mesh.layout(name))
+        own = "-" if ranks is None else short_ranks(ranks, max(len(head[4]), width // 3))
+        nodes = ["-" if ranks is None else f"{nodes_of(ranks, per_node):,}"] if per_node else []
+        rows.append((mark, *_row(mesh, name), own, *nodes))
+    left = width - sum(widths_of([head, *rows])) - 2 * len(head)
+    table = tuple((*row, _all_groups(mesh, name, left)) for row, name in zip(rows, names, strict=True))
+    return Listing((*head, "all groups"), table, (2, 3, 5) if per_node else (2, 3), tuple(range(axes)))
 
 
 def _row(mesh: Mesh, name: str) -> tuple[str, str, str]:
@@ -244,26 +162,14 @@ def _row(mesh: Mesh, name: str) -> tuple[str, str, str]:
     return text, f"{layout.size:,}", "-" if position is None else f"{layout.coordinate(position):,}"
 
 
-def _all_groups(mesh: Mesh, name: str, count: str, width: int) -> str:
+def _all_groups(mesh: Mesh, name: str, width: int) -> str:
     """How many groups a name forms among all ranks, and the first few of them and the last."""
     layout = mesh.layout(name)
+    count = f"{mesh.universe.size // layout.size:,}"
     if layout.size == 1:
         return f"{count} of one rank each"
     try:
-        firsts = layout.complement(mesh.universe.size)
-    except MeshError:  # an adopted slice of a job says nothing of the ranks beside it
+        text = groups_text(mesh.universe, layout, max(1, width - len(count) - 2))
+    except MeshError:
         return ""
-    offsets = layout.offsets()
-    longest = max(1, width - len(count) - 2)
-
-    @functools.lru_cache(maxsize=4096)
-    def group(number: int) -> str:
-        start = firsts.offset(number)
-        if isinstance(offsets, range):
-            return short_ranks(mesh.universe.pick(range(start, start + offsets.stop, offsets.step)), longest)
-        return short_ranks(mesh.universe.pick([start + offset for offset in offsets]), longest)
-
-    if group(0).endswith(" ranks"):
-        return count
-    text = joined(firsts.size, group, ", ", longest, "")
     return f"{count}: {text}" if text else count

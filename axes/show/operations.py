@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from typing import Any
 
 import torch
@@ -39,8 +38,8 @@ from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.gradients import cotangent, on_own_axes, transposed
 from axes.runtime.groups import process_groups
+from axes.show.moves import MOST, moves_of_recipe
 from axes.show.named_sizes import shape_of_names
-from axes.show.picture import MOST, of_recipe
 
 Shape = tuple[int, ...]
 
@@ -265,7 +264,7 @@ def _of_recipe(kind: str, subject: Recipe, alone: bool, dtype: str) -> Explanati
         *(_communication(title, moved) for title, moved in titles.items() if moved is not None),
     ]
     facts = _facts(kind, subject.text, subject.mesh, dtype, sizes, tensors, work, forward, backward, of_each)
-    return _explained(facts, sections, functools.partial(_picture, subject, dtype, forward) if drawn else None)
+    return _explained(facts, sections, functools.partial(moves_of_recipe, subject, dtype) if drawn else None)
 
 
 def _of_region(
@@ -347,13 +346,6 @@ def _explained(facts: dict[str, Any], sections: Sequence[Section], drawing: Any 
     last = Section("groups, by the one that this rank is in", tuple(groups))
     every = tuple(section for section in (*first, *sections, last) if section.rows)
     return Explanation(f'{facts["kind"]} "{facts["expression"]}"', every, facts, drawing)
-
-
-def _picture(subject: Recipe, dtype: str, forward: Sequence[Moved]) -> str:
-    """What moves, rank by rank, in a width that fits a screen."""
-    told = "; ".join(" ".join(filter(None, _step_row(*each))) for each in forward) or "nothing moves"
-    svg = of_recipe(subject, dtype).replace(' role="img">', ' role="img" style="max-width:100%;height:auto">', 1)
-    return svg.replace("</title>", f"</title>\n<desc>{escape(told)}</desc>", 1)
 
 
 def _step(part: str, step: Step) -> dict[str, Any]:

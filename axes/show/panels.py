@@ -1,4 +1,4 @@
-"""What a picture is made of, however it is shown: a sheet of boards, tables and remarks.
+"""What a picture is made of, however it is shown: a sheet of boards, tables, remarks and moves.
 
 What builds a sheet (of a mesh, a sharding, a plan) knows nothing of terminals and SVG; what shows one
 (`in_text`, `in_svg`, `in_html`) nothing of meshes.
@@ -10,11 +10,16 @@ What builds a sheet (of a mesh, a sharding, a plan) knows nothing of terminals a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 COLORS = ("#3a75c6", "#b45e18", "#2a8456", "#9a5bb8", "#976e09", "#c2476f", "#278089", "#7a6a5a")
 """Colours by number: white reads on each of them, and each on white and on black."""
+
+
+def color(tone: int) -> str:
+    """A colour by its number."""
+    return COLORS[tone % len(COLORS)]
 
 
 @dataclass(frozen=True)
@@ -34,19 +39,22 @@ class Cell:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands beside a row or above a column. extent: how large it is beside others. gap: stands for several."""
+    """What stands beside a row or above a column.
+
+    extent: how large it is beside others. gap: stands for several. note: what stands at the other end of the row.
+    """
 
     labels: tuple[str, ...]
     extent: float = 1
     gap: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Board:
     """Places in rows and columns.
 
-    corner: what the labels of rows are of. across: what those of columns are of. notes: what stands
-    right of each row. caption: what stands above it all.
+    corner: what the labels of rows are of. across: what those of columns are of. caption: what stands above it all.
     """
 
     corner: tuple[str, ...]
@@ -54,13 +62,7 @@ class Board:
     columns: tuple[Head, ...]
     rows: tuple[Head, ...]
     cells: tuple[tuple[Cell, ...], ...]
-    notes: tuple[str, ...] = ()
     caption: str = ""
-
-    @property
-    def lines(self) -> Iterator[tuple[Head, tuple[Cell, ...], str]]:
-        """Each row with what stands on both sides of it."""
-        return zip(self.rows, self.cells, self.notes or [""] * len(self.rows), strict=True)
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,50 @@ class Remark:
     close: bool = False
 
 
+Tile = tuple[tuple[float, float], tuple[float, float], tuple[int, ...]]
+"""A part of a tensor: from where to where down and across, as parts of a side, and the numbers of its ranks."""
+
+
 @dataclass(frozen=True)
-class Drawing:
-    """An SVG that says what the panels after it say: text shows these alone."""
+class Frames:
+    """A tensor, beside each other as it lies on each rank.
 
-    svg: str
+    ways: which dims go down and across. tall: whether one goes down.
+    tiles: the parts that each rank holds. joints: what stands before each rank's frame.
+    """
+
+    caption: str
+    ways: tuple[str, ...]
+    tall: bool
+    tiles: tuple[tuple[Tile, ...], ...]
+    joints: tuple[str, ...]
 
 
-Panel = Board | Listing | Remark | Drawing
+@dataclass(frozen=True)
+class Arrows:
+    """What happens between two rows of frames: in words, and from which rank to which."""
+
+    lines: tuple[str, str]
+    arrows: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What moves, drawn rank by rank; text shows the panels after it alone, which say the same.
+
+    heads: above each rank its number, and where in the mesh it is.
+    """
+
+    heads: tuple[tuple[str, str], ...]
+    rows: tuple[Frames | Arrows, ...]
+
+    @property
+    def words(self) -> str:
+        """The picture in words: how the tensor lies, and what happens in between."""
+        return "; ".join(row.caption if isinstance(row, Frames) else " ".join(row.lines) for row in self.rows)
+
+
+Panel = Board | Listing | Remark | Moves
 
 
 @dataclass(frozen=True)
@@ -106,3 +144,8 @@ class Room:
 
     width: int = 80
     height: int = 24
+
+
+def widths_of(rows: Sequence[Sequence[str]]) -> list[int]:
+    """How many letters wide each column is."""
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]

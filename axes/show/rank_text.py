@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from axes.algebra.layout import Layout, Universe
 
 LEFT_OUT = ".."
 """What stands for what is left out."""
@@ -79,42 +81,26 @@ def joined(count: int, text: Callable[[int], str], separator: str, width: int | 
         if width is None or len(whole) <= width:
             return whole
     last = f"{LEFT_OUT} {text(count - 1)}"
+    texts = map(text, range(min(count - 1, most)))
     shown: list[str] = []
-    for at in range(min(count - 1, most)):
-        longer = [*shown, text(at)]
-        if width is not None and len(separator.join([*longer, last])) > width:
+    for one in texts:
+        if width is not None and len(separator.join([*shown, one, last])) > width:
             break
-        shown = longer
+        shown.append(one)
     return separator.join([*shown, last]) if shown else instead
 
 
-def folded(count: int, wanted: Iterable[int], room: int) -> list[int | range]:
-    """Which of `count` things are shown in `room` places: their numbers, and a range for each that is left out.
+def groups_text(universe: Universe, layout: Layout, width: int) -> str:
+    """The groups that the ranks form along a layout, as many as fit; "" where not even two do.
 
-    The first of `wanted` is always shown, the others in their order of importance, then the first things.
+    Raises `MeshError` where that isn't known: an adopted slice of a job says nothing of the ranks beside it.
 
-    >>> folded(4, [], 5), folded(1000, [500, 0, 999], 8)
-    ([0, 1, 2, 3], [0, 1, 2, 3, range(4, 500), 500, range(501, 999), 999])
+    >>> groups_text(Universe.of(range(16)), Layout((2,), (8,)), 20)
+    '0 8, 1 9, .. 7 15'
     """
-    if count <= room:
-        return list(range(count))
-    shown: set[int] = set()
-    for at in chain(wanted, range(min(count, room))):
-        more = shown | {at}
-        if not shown or len(_with_gaps(count, more)) <= room:
-            shown = more
-    return _with_gaps(count, shown)
+    firsts = layout.complement(universe.size)
 
+    def group(number: int) -> str:
+        return short_ranks(universe.group(layout, universe.ranks[firsts.offset(number)]), width)
 
-def _with_gaps(count: int, shown: Iterable[int]) -> list[int | range]:
-    found: list[int | range] = []
-    at = 0
-    for number in (*sorted(shown), count):
-        if number == at + 1:
-            found.append(at)
-        elif number > at:
-            found.append(range(at, number))
-        if number < count:
-            found.append(number)
-        at = number + 1
-    return found
+    return "" if group(0).endswith(" ranks") else joined(firsts.size, group, ", ", width, "")

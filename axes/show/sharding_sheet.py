@@ -29,14 +29,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
-from axes.algebra.chunks import largest_chunk, nested_chunk, smallest_chunk
-from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.plan import bytes_text, itemsize_of
+from axes.algebra.planning.exchange import Pieces, pieces_of
 from axes.algebra.sharding import Sharding, Slot, Slots, layouts_text, pending_runs, slots_text
+from axes.show.boards import BoardSide, board_of, folded
 from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet
-from axes.show.rank_text import LEFT_OUT, folded, joined, short_ranks
+from axes.show.rank_text import LEFT_OUT, joined, short_ranks
 
 WIDEST = 28
 """The ranks of a block have at most this many columns, where blocks stand beside each other."""
@@ -45,141 +46,45 @@ WIDEST = 28
 def sheet_of_sharding(
     sharding: Sharding, shape: Sequence[int] | None, room: Room, rank: int | None = None, dtype: str | None = None
 ) -> Sheet:
-    """The picture of a sharding, seen from a rank (the mesh's by default).
-
-    Without a shape, a dim is so many parts. Raises `MeshError` for a rank that isn't of the mesh.
-    """
-    blocks = Blocks.of(sharding, shape, rank)
+    """The picture of a sharding, seen from a rank (the mesh's by default). Without a shape, a dim is so many parts."""
+    blocks = Blocks(sharding, None if shape is None else tuple(shape), sharding.mesh.rank if rank is None else rank)
     title = (str(sharding) or "a scalar") + ("" if shape is None else f"     {list(shape)}")
     title += f" {dtype}" if dtype is not None else ""
-    panels: list[Panel] = [Remark((_where(blocks, dtype),), close=True)]
-    listing, remarks = _dims(blocks), _remarks(blocks)
-    panels += _boards(blocks, room, room.height - 5 - len(listing.rows) - len(remarks))
+    where, listing, remarks = _where(blocks, dtype), _dims(blocks), tuple(_remarks(blocks))
+    boards = _boards(blocks, room, room.height - 5 - len(listing.rows) - len(remarks))
+    panels: list[Panel] = [Remark((where,), close=True), *boards]
     panels += [listing] if listing.rows else []
-    panels += [Remark(tuple(remarks), close=bool(listing.rows))] if remarks else []
-    summary = f"The blocks of a tensor that lies as {title}, and the ranks that hold each. {_where(blocks, dtype)}."
+    panels += [Remark(remarks, close=bool(listing.rows))] if remarks else []
+    summary = f"The blocks of a tensor that lies as {title}, and the ranks that hold each. {where}."
     return Sheet(title, summary, tuple(panels))
 
 
-# --- how a dim is cut -----------------------------------------------------------------------------
+def dim_names(sharding: Sharding) -> tuple[str, ...]:
+    """The dims as the spec calls them, without their axes; by their number where they have no name."""
+    texts = [slots_text(sharding.mesh, dim.unsplit, sharding.names_of(at)) for at, dim in enumerate(sharding.dims)]
+    return tuple(f"dim {at}" if text == "_" else text for at, text in enumerate(texts))
+
+
+# --- which ranks hold what ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CutDim:
-    """A dim as the blocks that it is cut into, in order; each is `start..stop`, and empty where nothing is left.
+    """A dim as the blocks that it is cut into, in order: `(start, stop, which of the pieces it is a part of)`.
 
-    extents: of its factors. Before the last factor that is split every index is a block of its own.
+    at: its number. extents: of its factors. own: the first block of the rank that looks.
     """
 
-    dim: Slots
+    at: int
+    name: str
     extents: tuple[int, ...]
-    names: tuple[str, ...]
-
-    @cached_property
-    def last(self) -> int:
-        """The last factor that is split, -1 where none is."""
-        return max((at for at, factor in enumerate(self.dim) if factor.layouts), default=-1)
-
-    @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """How many parts each factor has."""
-        return tuple(
-            max(1, extent) if at < self.last else factor.pieces
-            for at, (factor, extent) in enumerate(zip(self.dim, self.extents, strict=True))
-        )
-
-    @property
-    def count(self) -> int:
-        """How many blocks there are."""
-        return math.prod(self.counts)
-
-    def parts(self, block: int) -> tuple[int, ...]:
-        """Which part of each factor a block is."""
-        found = []
-        for count in reversed(self.counts):
-            block, part = divmod(block, count)
-            found.append(part)
-        return tuple(reversed(found))
-
-    def span(self, block: int) -> tuple[int, int]:
-        """Where a block starts and stops in the dim."""
-        if self.last < 0 or 0 in self.extents:
-            return 0, math.prod(self.extents)
-        start, stop = 0, 0
-        for at, part in enumerate(self.parts(block)[: self.last + 1]):
-            first, end = self._part_span(at, part)
-            start, stop = start * self.extents[at] + first, start * self.extents[at] + end
-        inner = math.prod(self.extents[self.last + 1 :])
-        return start * inner, stop * inner
-
-    def _part_span(self, at: int, part: int) -> tuple[int, int]:
-        if at < self.last:
-            return part, part + 1
-        return nested_chunk(self.extents[at], _cuts(self.dim[at], part))
-
-    def offset(self, block: int) -> int:
-        """How far the ranks that hold a block are from those that hold the first, in positions."""
-        return sum(
-            layout.offset(index)
-            for at, part in enumerate(self.parts(block))
-            for layout, (_, index) in zip(self.dim[at].layouts, _cuts(self.dim[at], self._piece(at, part)), strict=True)
-        )
-
-    def block_at(self, position: int) -> int:
-        """The first block that the rank at a position holds."""
-        found = 0
-        for at, (factor, extent, count) in enumerate(zip(self.dim, self.extents, self.counts, strict=True)):
-            piece = 0
-            for layout in factor.layouts:
-                piece = piece * layout.size + layout.coordinate(position)
-            found = found * count + (piece * (extent // factor.pieces) if at < self.last else piece)
-        return found
-
-    def piece(self, block: int) -> int:
-        """Which of the pieces that ranks hold a block is a part of."""
-        found = 0
-        for at, part in enumerate(self.parts(block)):
-            found = found * self.dim[at].pieces + self._piece(at, part) * bool(self.dim[at].layouts)
-        return found
-
-    def _piece(self, at: int, part: int) -> int:
-        """Which piece of a factor one of its parts is of. Pieces are even where the parts are single indices."""
-        return part * self.dim[at].pieces // max(1, self.extents[at]) if at < self.last else part
-
-    def label(self, block: int) -> str:
-        """The indices of a block."""
-        start, stop = self.span(block)
-        return f"{start}:{stop}" if start < stop else "nothing"
-
-    def factors_label(self, block: int) -> str:
-        """The indices of a block in the factors of the dim; nothing for a dim of one factor."""
-        if len(self.dim) == 1 or self.last < 0:
-            return ""
-        texts = []
-        for at, part in enumerate(self.parts(block)[: self.last + 1]):
-            first, stop = self._part_span(at, part)
-            texts.append(f"{self.names[at] or self.dim[at].size} {first}" + ("" if stop == first + 1 else f":{stop}"))
-        return ", ".join(texts)
-
-    def sizes(self) -> str:
-        """How much of the dim a rank has: one number, or the least and the most."""
-        most = least = 1
-        for factor, extent in zip(self.dim, self.extents, strict=True):
-            pieces = [layout.size for layout in factor.layouts]
-            most, least = most * largest_chunk(extent, pieces), least * smallest_chunk(extent, pieces)
-        return f"{most:,}" if most == least else f"{least:,}..{most:,}"
+    pieces: Pieces
+    blocks: tuple[tuple[int, int, int], ...]
+    own: int
 
 
-def _cuts(factor: Slot, piece: int) -> list[tuple[int, int]]:
-    """A piece of a factor as what its axes cut out: `(parts, which of them)`, major first."""
-    found = []
-    for layout in reversed(factor.layouts):
-        piece, index = divmod(piece, layout.size)
-        found.append((layout.size, index))
-    return found[::-1]
-
-
-# --- which ranks hold what ------------------------------------------------------------------------
+ALONE = CutDim(-1, "", (1,), Pieces(Layout(), (((0, 1),),)), ((0, 1, 0),), 0)
+"""What goes down or across where no dim does."""
 
 
 @dataclass(frozen=True)
@@ -188,103 +93,84 @@ class Blocks:
 
     sharding: Sharding
     shape: tuple[int, ...] | None
-    dims: tuple[CutDim, ...]
     rank: int
-    position: int | None
-    written: Sharding
 
-    @classmethod
-    def of(cls, sharding: Sharding, shape: Sequence[int] | None, rank: int | None) -> Blocks:
-        """Raises `MeshError` for a given rank that isn't of the mesh, and what doesn't fit the shape."""
-        seen = sharding.mesh.rank if rank is None else rank
-        position = sharding.universe.position(seen)
-        if rank is not None and position is None:
-            raise MeshError(f"rank {rank} isn't one of the ranks of {sharding.mesh!r}")
-        written = sharding
-        if shape is None:
-            sharding = replace(sharding, dims=tuple(map(_sized, sharding.dims)))
-        whole = tuple(math.prod(slot.size or 1 for slot in dim) for dim in sharding.dims) if shape is None else shape
-        cut = tuple(
-            CutDim(dim, sizes, sharding.names_of(at))
-            for at, (dim, sizes) in enumerate(zip(sharding.dims, sharding.extents(whole), strict=True))
-        )
-        return cls(sharding, None if shape is None else tuple(whole), cut, seen, position, written)
+    @property
+    def position(self) -> int | None:
+        """The place of the rank in the mesh."""
+        return self.sharding.universe.position(self.rank)
 
     @cached_property
-    def own(self) -> tuple[int, ...]:
-        """The first block of this rank, by dim."""
-        return tuple(0 if self.position is None else cut.block_at(self.position) for cut in self.dims)
+    def dims(self) -> tuple[CutDim, ...]:
+        """How each dim is cut."""
+        cut, shape, found = self.sharding, self.shape, []
+        if shape is None:  # every factor has as many elements as pieces, where its size isn't known
+            sized = [Slots([Slot(slot.layouts, slot.size or slot.pieces) for slot in dim]) for dim in cut.dims]
+            cut = replace(cut, dims=tuple(sized))
+            shape = tuple(math.prod(slot.size or 1 for slot in dim) for dim in sized)
+        names = dim_names(self.sharding)
+        for number, (name, slots, extents) in enumerate(zip(names, cut.dims, cut.extents(shape), strict=True)):
+            pieces = pieces_of(slots, extents)
+            blocks = sorted((*run, piece) for piece, runs in enumerate(pieces.runs) for run in runs)
+            mine = pieces.layout.coordinate(self.position or 0)
+            own = next(at for at, (_, _, piece) in enumerate(blocks) if piece == mine)
+            found.append(CutDim(number, name, extents, pieces, tuple(blocks), own))
+        return tuple(found)
 
     @cached_property
-    def base(self) -> int:
-        """The lowest position of the mesh that this rank is in."""
-        extent = self.sharding.mesh.extent
-        return 0 if self.position is None else self.position - extent.offset(extent.coordinate(self.position))
+    def levels(self) -> list[tuple[str, Layout]]:
+        """What ranks have of a block: copies, of each copy what is pending, innermost last."""
+        runs = pending_runs(entry for entry in self.sharding.pending if entry[0] != "same")
+        pending = [(op, Layout.product(*layouts)) for op, layouts in runs]
+        used = Layout.product(*[dim.pieces.layout for dim in self.dims], *[layout for _, layout in pending])
+        return [("", self.sharding.mesh.extent.divide(used)), *reversed(pending)]
 
-    @cached_property
-    def reductions(self) -> list[tuple[str, list[Layout]]]:
-        """What is pending, without what is the same on all ranks."""
-        return pending_runs(entry for entry in self.sharding.pending if entry[0] != "same")
+    def cell(self, blocks: Sequence[int], width: int | None) -> Cell:
+        """A block, which is given by dim, with the ranks that hold it; there is a colour for each set of ranks."""
+        pieces = [dim.blocks[block][2] for dim, block in zip(self.dims, blocks, strict=True)]
+        tone, seen, extent = 0, self.position or 0, self.sharding.mesh.extent
+        start = seen - extent.offset(extent.coordinate(seen))
+        for dim, piece in zip(self.dims, pieces, strict=True):
+            tone, start = tone * dim.pieces.layout.size + piece, start + dim.pieces.layout.offset(piece)
+        here = self.position is not None and pieces == [dim.blocks[dim.own][2] for dim in self.dims]
+        return Cell(self._held(start, self.levels, width), tone, here=here)
 
-    @cached_property
-    def copies(self) -> Layout:
-        """Along which digits the ranks have copies."""
-        split = [layout for dim in self.sharding.dims for layout in dim.layouts]
-        pending = [layout for _, layouts in self.reductions for layout in layouts]
-        return self.sharding.mesh.extent.divide(Layout.product(*split, *pending))
+    def _held(self, start: int, levels: Sequence[tuple[str, Layout]], width: int | None) -> str:
+        """The ranks from a position on: copies side by side, summands in parentheses."""
+        (op, layout), *inner = levels
+        room = None if width is None else max(1, width - (len(op) + 2 if op else 0))
 
-    def holders(self, blocks: Sequence[int], width: int | None) -> str:
-        """The ranks that hold a block, which is given by dim: copies side by side, summands in parentheses."""
-        start = self.base + sum(cut.offset(block) for cut, block in zip(self.dims, blocks, strict=True))
-        if not self.reductions:
-            return self._ranks(start, self.copies, width)
-        level = len(self.reductions) - 1
-        copies = joined(
-            self.copies.size, lambda at: self._summands(start + self.copies.offset(at), level, width), " ", width, ""
-        )
-        return copies or f"{self._summands(start, level, width)} {LEFT_OUT}"
+        def each(at: int) -> str:
+            return self._held(start + layout.offset(at), inner, None if op else width)
 
-    def _summands(self, start: int, level: int, width: int | None) -> str:
-        op, layouts = self.reductions[level]
-        layout = Layout.product(*layouts)
-        room = None if width is None else max(1, width - len(op) - 2)
-        if level == 0:
-            return f"{op}({self._ranks(start, layout, room)})"
-        inner = joined(
-            layout.size, lambda at: self._summands(start + layout.offset(at), level - 1, None), " ", room, LEFT_OUT
-        )
-        return f"{op}({inner})"
+        if inner:
+            text = joined(layout.size, each, " ", room, "") or (LEFT_OUT if op else f"{each(0)} {LEFT_OUT}")
+        else:
+            text = short_ranks(self.sharding.universe.pick(layout.offsets(start)), room)
+        return f"{op}({text})" if op else text
 
-    def _ranks(self, start: int, layout: Layout, width: int | None) -> str:
-        offsets, universe = layout.offsets(), self.sharding.universe
-        if isinstance(offsets, range):
-            return short_ranks(universe.pick(range(start, start + offsets.stop, offsets.step)), width)
-        return short_ranks(universe.pick([start + offset for offset in offsets]), width)
+    def label(self, dim: CutDim, block: int) -> str:
+        """The indices of a block; without a shape, which part it is."""
+        start, stop, _ = dim.blocks[block]
+        if self.shape is None and len(dim.blocks) > 1:
+            return f"{block + 1}/{len(dim.blocks)}"
+        return "" if dim is ALONE else f"{start}:{stop}" if start < stop else "nothing"
 
-    def is_own(self, blocks: Sequence[int]) -> bool:
-        """Whether this rank holds a block."""
-        if self.position is None:
-            return False
-        there = sum(cut.offset(block) for cut, block in zip(self.dims, blocks, strict=True))
-        mine = sum(cut.offset(block) for cut, block in zip(self.dims, self.own, strict=True))
-        return there == mine
-
-    def tone(self, blocks: Sequence[int]) -> int:
-        """A colour for each set of ranks."""
-        found = 0
-        for cut, block in zip(self.dims, blocks, strict=True):
-            found = found * cut.dim.pieces + cut.piece(block)
-        return found
-
-    def name(self, dim: int) -> str:
-        """A dim as the spec calls it, without its axes; by its number where it has no name."""
-        text = slots_text(self.written.mesh, self.written.dims[dim].unsplit, self.written.names_of(dim))
-        return f"dim {dim}" if text == "_" else text
-
-
-def _sized(dim: Slots) -> Slots:
-    """A dim of which every factor has a size: as many parts as it is cut into, where none is known."""
-    return Slots([Slot(slot.layouts, slot.size or slot.pieces) for slot in dim])
+    def inside(self, dim: CutDim, block: int) -> str:
+        """The indices of a block in the factors of a dim that has several; of those alone that the split reaches."""
+        if len(dim.extents) == 1:
+            return ""
+        slots, names = self.sharding.dims[dim.at], self.sharding.names_of(dim.at)
+        split = max((at + 1 for at, slot in enumerate(slots) if slot.layouts), default=0)
+        factors = [*zip(slots, names, dim.extents, strict=True)][:split]
+        inner = math.prod(dim.extents[split:]) or 1
+        start, stop, _ = dim.blocks[block]
+        first, size, texts = start // inner, (stop - start) // inner, list[str]()
+        for slot, name, extent in reversed(factors):
+            first, low = divmod(first, extent or 1)
+            texts.insert(0, f"{name or slot.size} {low}" + (f":{low + size}" if size != 1 else ""))
+            size = 1
+        return ", ".join(texts)
 
 
 # --- the sheet ------------------------------------------------------------------------------------
@@ -304,139 +190,83 @@ def _where(blocks: Blocks, dtype: str | None) -> str:
 
 def _boards(blocks: Blocks, room: Room, lines: int) -> Iterator[Panel]:
     """A board for each block of the dims that don't go down or across; of many, the one of this rank and a few."""
-    split = [dim for dim, cut in enumerate(blocks.dims) if cut.count > 1]
-    whole = [dim for dim in range(len(blocks.dims)) if dim not in split]
-    drawn = sorted([*whole[max(0, len(whole) + len(split) - 2) if len(split) < 2 else len(whole) :], *split[-2:]][-2:])
-    outer = [dim for dim in split if dim not in drawn]
-    counts = [blocks.dims[dim].count for dim in outer]
-    total = math.prod(counts)
-    own = 0
-    for dim, count in zip(outer, counts, strict=True):
-        own = own * count + blocks.own[dim]
-    down = min(blocks.dims[drawn[0]].count, 8) if len(drawn) == 2 else 1
-    for number in folded(total, [own, 0, total - 1], max(1, lines // (down + 3))):
+    split = [dim for dim in blocks.dims if len(dim.blocks) > 1]
+    whole = [dim for dim in blocks.dims if len(dim.blocks) == 1]
+    chosen = [*whole, *split][-2:]
+    drawn, outer = [dim for dim in blocks.dims if dim in chosen], split[:-2]
+    down, across = [*drawn, ALONE, ALONE][:2] if split else [ALONE, ALONE, *drawn][-2:]
+    total, own = 1, 0
+    for dim in outer:
+        total, own = total * len(dim.blocks), own * len(dim.blocks) + dim.own
+    high = min(len(down.blocks), 8)
+    for number in folded(total, [own, 0, total - 1], max(1, lines // (high + 3))):
         if isinstance(number, range):
-            yield Remark((f"{LEFT_OUT} {len(number):,} more blocks of {' and '.join(map(blocks.name, outer))}",))
+            names = " and ".join(dim.name for dim in outer)
+            yield Remark((f"{LEFT_OUT} {len(number):,} more blocks of {names}",))
             continue
-        fixed: dict[int | None, int] = dict.fromkeys(range(len(blocks.dims)), 0)
-        rest = number
+        fixed = dict.fromkeys(range(len(blocks.dims)), 0)
         for dim in reversed(outer):
-            rest, fixed[dim] = divmod(rest, blocks.dims[dim].count)
-        caption = "  ".join(f"{blocks.name(dim)} {_label(blocks, dim, fixed[dim])}" for dim in outer)
-        yield _block_board(blocks, drawn, fixed, caption, room, lines)
+            number, fixed[dim.at] = divmod(number, len(dim.blocks))
+        caption = "  ".join(f"{dim.name} {blocks.label(dim, fixed[dim.at])}" for dim in outer)
+        yield _board(blocks, down, across, fixed, caption, room, lines)
 
 
-def _label(blocks: Blocks, dim: int, block: int) -> str:
-    cut = blocks.dims[dim]
-    return f"{block + 1}/{cut.count}" if blocks.shape is None and cut.count > 1 else cut.label(block)
-
-
-def _block_board(
-    blocks: Blocks, drawn: Sequence[int], fixed: Mapping[int | None, int], caption: str, room: Room, lines: int
+def _board(
+    blocks: Blocks, down: CutDim, across: CutDim, fixed: Mapping[int, int], caption: str, room: Room, lines: int
 ) -> Board:
     """The blocks of the dims that are drawn, at one block of each other dim."""
-    down, across = (drawn[0], drawn[1]) if len(drawn) == 2 else (None, drawn[0] if drawn else None)
-    if len(drawn) == 1 and blocks.dims[drawn[0]].count > 1:  # a tensor of one dim goes down, with a line for each block
-        down, across = drawn[0], None
 
-    def at(row: int, column: int) -> list[int]:
-        found = {**fixed, down: row, across: column}
-        return [found[dim] for dim in range(len(blocks.dims))]
+    def cell(row: int, column: int, width: int | None) -> Cell:
+        at = {**fixed, down.at: row, across.at: column}
+        return blocks.cell([at[dim.at] for dim in blocks.dims], width)
 
-    def name_of(dim: int | None) -> str:
-        return "" if dim is None else blocks.name(dim)
+    def side(dim: CutDim, left_out: str) -> BoardSide:
+        count = len(dim.blocks)
+        wide = max(len(blocks.label(dim, block)) for block in (0, dim.own, count - 1))
 
-    height = 1 if down is None else blocks.dims[down].count
-    breadth = 1 if across is None else blocks.dims[across].count
-    own_row = 0 if down is None else blocks.own[down]
-    own_column = 0 if across is None else blocks.own[across]
-    rows = folded(height, _near(own_row, height), max(5, lines - 2))
-    first = _beside(blocks, down, rows)
-    label = max(sum(map(len, head.labels)) + 2 * len(head.labels) for head in first if not head.gap)
-    left = room.width - max(label, len(name_of(down)) + 2) - len(name_of(across)) - 1
-    ends = [at(row, column) for row in (0, own_row, height - 1) for column in (0, own_column, breadth - 1)]
-    needed = max(len(blocks.holders(end, None)) for end in ends)
+        def head(block: int) -> Head:
+            start, stop, _ = dim.blocks[block]
+            inside = blocks.inside(dim, block) if dim is down else ""
+            return Head((f"{blocks.label(dim, block):{wide * bool(inside)}}  {inside}".rstrip(),), stop - start)
+
+        near = (at for at in (dim.own + 1, dim.own - 1) if 0 <= at < count)
+        return BoardSide((dim.name,), count, head, [dim.own, 0, count - 1, *near], left_out)
+
+    rows, columns = side(down, "{:,} more blocks"), side(across, LEFT_OUT)
+    corners = [[dim.own, 0, len(dim.blocks) - 1] for dim in (down, across)]
+    label = max(len(down.name), *(len(rows.head(row).labels[0]) for row in corners[0]))
+    left, breadth = room.width - label - len(across.name) - 3, len(across.blocks)
+    needed = max(len(cell(row, column, None).text) for row, column in product(*corners))
     wide = left - 2 if breadth == 1 else min(needed, max(WIDEST, left // breadth - 3), left // 3 - 3)
-    shown = _near(own_column, breadth)
-    widest = max(wide, *(len(_head(blocks, across, column, None).labels[0]) for column in shown)) + 2
-    columns = folded(breadth, shown, max(3, left // widest))
-    cells = [
-        tuple(
-            Cell("")
-            if isinstance(row, range)
-            else Cell(LEFT_OUT)
-            if isinstance(column, range)
-            else Cell(
-                blocks.holders(at(row, column), wide), blocks.tone(at(row, column)), here=blocks.is_own(at(row, column))
-            )
-            for column in columns
-        )
-        for row in rows
-    ]
-    heads = [_head(blocks, across, column, None) for column in columns]
-    return Board((name_of(down),), name_of(across), tuple(heads), tuple(first), tuple(cells), caption=caption)
-
-
-def _near(own: int, count: int) -> list[int]:
-    """Blocks in the order of their importance: this rank's, the first, the last, those beside it."""
-    return [own, 0, count - 1, *(at for at in (own + 1, own - 1) if 0 <= at < count)]
-
-
-def _head(blocks: Blocks, dim: int | None, block: int | range, left_out: str | None) -> Head:
-    if isinstance(block, range):
-        return Head((LEFT_OUT if left_out is None else f"{len(block):,} {left_out}",), gap=True)
-    if dim is None:
-        return Head(("",))
-    start, stop = blocks.dims[dim].span(block)
-    return Head((_label(blocks, dim, block),), stop - start)
-
-
-def _beside(blocks: Blocks, dim: int | None, rows: Sequence[int | range]) -> list[Head]:
-    """What stands beside the rows: the indices, and behind them those in the factors of the dim."""
-    heads = [_head(blocks, dim, row, "more blocks") for row in rows]
-    wide = max(len(head.labels[0]) for head in heads if not head.gap)
-    inside = ["" if isinstance(row, range) or dim is None else blocks.dims[dim].factors_label(row) for row in rows]
-    return [
-        replace(head, labels=(f"{head.labels[0]:{wide}}  {text}",)) if text else head
-        for head, text in zip(heads, inside, strict=True)
-    ]
+    return board_of(rows, columns, lambda row, column: cell(row, column, wide), room, max(5, lines - 2), caption)
 
 
 def _dims(blocks: Blocks) -> Listing:
     """A row for each dim: its size, what splits it, and what this rank has of it."""
-    rows = []
-    held = None
-    if blocks.shape is not None and blocks.position is not None:
-        held = blocks.sharding.tile(blocks.shape, blocks.rank)
-    for dim, cut in enumerate(blocks.dims):
-        mesh = blocks.sharding.mesh
-        if len(cut.dim) == 1:
-            axes = " ".join(map(mesh.called, cut.dim.layouts))
-        else:
-            named = zip(cut.names, cut.dim, strict=True)
-            split = [(name or slot.size, slot.layouts) for name, slot in named if slot.layouts]
-            axes = " ".join(f"{name}@{layouts_text(mesh, layouts)}" for name, layouts in split)
-        row = [blocks.name(dim), axes or "-", f"{cut.dim.pieces:,}"]
-        if blocks.shape is not None:
-            row[1:1] = [f"{blocks.shape[dim]:,}"]
-            row.append(cut.sizes())
-        if held is not None:
-            runs = [f"{start}:{stop}" for start, stop in held[dim] if start < stop] or ["nothing"]
-            row.append(joined(len(runs), runs.__getitem__, " ", 24, f"{len(runs)} runs"))
-        rows.append(tuple(row))
+    rows, mesh = [], blocks.sharding.mesh
+    for dim, slots in zip(blocks.dims, blocks.sharding.dims, strict=True):
+        named = zip(blocks.sharding.names_of(dim.at), slots, strict=True)
+        split = [(name or slot.size, slot.layouts) for name, slot in named if slot.layouts]
+        axes = " ".join(f"{name}@{layouts_text(mesh, layouts)}" for name, layouts in split)
+        axes = axes if len(slots) > 1 else " ".join(map(mesh.called, slots.layouts))
+        sizes = {sum(stop - start for start, stop in runs) for runs in dim.pieces.runs}
+        each = "..".join(f"{size:,}" for size in dict.fromkeys((min(sizes), max(sizes))))
+        held = dim.pieces.runs[dim.blocks[dim.own][2]]
+        runs = [f"{start}:{stop}" for start, stop in held if start < stop] or ["nothing"]
+        mine = joined(len(runs), runs.__getitem__, " ", 24, f"{len(runs)} runs")
+        rows.append((dim.name, f"{math.prod(dim.extents):,}", axes or "-", f"{slots.pieces:,}", each, mine))
+    head = ("dim", "size", "split over", "parts", "each has", f"rank {blocks.rank} has")
     if blocks.shape is None:
-        return Listing(("dim", "split over", "parts"), tuple(rows), right=(2,))
-    mine = [f"rank {blocks.rank} has"] if held is not None else []
-    return Listing(("dim", "size", "split over", "parts", "each has", *mine), tuple(rows), right=(1, 3, 4))
+        return Listing(head[:1] + head[2:4], tuple(row[:1] + row[2:4] for row in rows), right=(2,))
+    shown = 5 if blocks.position is None else 6
+    return Listing(head[:shown], tuple(row[:shown] for row in rows), right=(1, 3, 4))
 
 
-def _remarks(blocks: Blocks) -> list[str]:
-    """What the blocks alone don't say: copies, what is pending, blocks that are empty."""
-    found = []
-    if blocks.copies.size > 1:
-        over = " ".join(blocks.sharding.mesh.calls(blocks.copies))
-        found.append(f"copies: {blocks.copies.size:,} of each block, over {over}")
-    for op, layouts in blocks.reductions:
-        size, text = math.prod(each.size for each in layouts), f"{op}@{layouts_text(blocks.sharding.mesh, layouts)}"
-        found.append(f"{text} is pending: {op}(..) are {size:,} ranks whose {op} is the value")
-    return found
+def _remarks(blocks: Blocks) -> Iterator[str]:
+    """What the blocks alone don't say: copies, and what is pending."""
+    (_, copies), mesh = blocks.levels[0], blocks.sharding.mesh
+    if copies.size > 1:
+        yield f"copies: {copies.size:,} of each block, over {' '.join(mesh.calls(copies))}"
+    for op, layouts in pending_runs(entry for entry in blocks.sharding.pending if entry[0] != "same"):
+        size = math.prod(each.size for each in layouts)
+        yield f"{op}@{layouts_text(mesh, layouts)} is pending: {op}(..) are {size:,} ranks whose {op} is the value"

@@ -13,6 +13,8 @@ What is shown is a `Sheet` of boards, tables and remarks (`panels`), made by `me
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
@@ -26,12 +28,11 @@ from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number
 from axes.show.explanation_sheet import sheet_of_explanation
 from axes.show.in_html import page_of, part_of_page
 from axes.show.in_svg import svg_of
-from axes.show.in_text import lines_of, plain
+from axes.show.in_text import coded, lines_of, plain
 from axes.show.mesh_sheet import sheet_of_mesh
 from axes.show.panels import Room, Sheet
 from axes.show.plan_sheet import sheet_of_plan
 from axes.show.sharding_sheet import sheet_of_sharding
-from axes.show.terminal import rich_text, room_of, written
 from axes.show.transfer_sheet import seen_transfer, sheet_of_transfer
 from axes.transfers.transfers import Transfer
 
@@ -41,15 +42,15 @@ if TYPE_CHECKING:
 DRAWN = Room(width=96, height=32)
 """How much SVG and HTML show."""
 
-_NARROWEST = 20
-"""Columns of text at least."""
+_NARROWEST, _TERMINALS = 20, range(40, 161)
+"""Columns of text at least, and in a terminal, however large it is."""
 
 
 class Picture:
     """What `axes.show` gives: text, SVG or HTML of one value.
 
     `str()` and `print()` give plain text of 80 columns and 24 lines; `text` of another size. A prompt and
-    `show()` use the terminal's size and, where rich is installed, its colours. A notebook shows it by itself.
+    `show()` use the terminal's size and colours. A notebook shows it by itself.
     """
 
     def __init__(self, sheet: Callable[[Room], Sheet]):
@@ -77,13 +78,17 @@ class Picture:
         return page_of(self._sheet(DRAWN))
 
     def print(self, file: IO[str] | None = None) -> None:
-        """Write it to `file`, by default to `sys.stdout`; in colour where that is a terminal and rich is installed."""
+        """Write it to `file`, by default to `sys.stdout`; in colour where that is a terminal."""
         stream = sys.stdout if file is None else file
         print(self._for(stream), file=stream)
 
     def _for(self, stream: IO[str] | None) -> str:
-        room = room_of(stream)
-        return written(lines_of(self._sheet(room), room.width), stream)
+        if stream is None or not stream.isatty() or os.environ.get("TERM") == "dumb":
+            return self.text()
+        size = shutil.get_terminal_size()
+        width = min(max(size.columns, _TERMINALS[0]), _TERMINALS[-1])
+        lines = lines_of(self._sheet(Room(width, max(size.lines - 1, Room().height))), width)
+        return coded(lines, colors=not os.environ.get("NO_COLOR"))
 
     def __str__(self) -> str:
         return self.text()
@@ -96,7 +101,9 @@ class Picture:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """The picture in a program that prints by rich."""
-        yield rich_text(lines_of(self._sheet(Room(options.max_width, Room().height)), options.max_width))
+        width = options.max_width
+        lines = coded(lines_of(self._sheet(Room(width, Room().height)), width))
+        yield importlib.import_module("rich.text").Text.from_ansi(lines, no_wrap=True)
 
 
 def show(
@@ -130,29 +137,36 @@ def show(
     """
     seen = None if rank is None else checked_rank("rank", rank)
     if isinstance(x, Mesh | Plan | Transfer) and shape is not None:
-        raise ShardingError(f"axes.show takes a shape with a Sharding alone; found {shown(shape)} with a {_kind(x)}")
+        raise ShardingError(
+            f"axes.show takes a shape with a Sharding alone; found {shown(shape)} with a {type(x).__name__}"
+        )
     if isinstance(x, Mesh):
         mesh = x.at(_rank_of(x, seen))
         return Picture(lambda room: sheet_of_mesh(mesh, room))
     if isinstance(x, Plan):
-        made = x if seen is None else _seen_plan(x, seen)
+        _check_rank(seen, x.source.mesh, x.target.mesh)
+        made = x if seen is None else x.at(seen)
         return Picture(lambda room: sheet_of_plan(made, room))
     if isinstance(x, Transfer):
         moved = seen_transfer(x, seen)
         return Picture(lambda room: sheet_of_transfer(moved, room))
-    if isinstance(x, Sharding):
-        whole = None if shape is None else checked_tensor_shape(shape)
-        return _of_sharding(x, whole, seen, None)
+    whole = None if shape is None else checked_tensor_shape(shape)
+    sharding, dtype = x, None
     tensors = sys.modules.get("torch.distributed.tensor")  # who shows a mesh needs no torch
-    if tensors is None or not isinstance(x, tensors.DTensor):
+    if tensors is not None and isinstance(x, tensors.DTensor):
+        if shape is not None:
+            raise ShardingError(f"a DTensor has a shape; leave out {shown(shape)}")
+        sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
+        whole, dtype = tuple(map(int, x.shape)), str(x.dtype).removeprefix("torch.")
+    if not isinstance(sharding, Sharding):
         raise ShardingError(
             "axes.show takes a Mesh, a Sharding, a Plan, a Transfer or a DTensor; found "
-            f"{_kind(x)}{_instead(x) or f': {shown(x)}'}"
+            f"{type(x).__name__}{_instead(x)}"
         )
-    if shape is not None:
-        raise ShardingError(f"a DTensor has a shape; leave out {shown(shape)}")
-    sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
-    return _of_sharding(sharding, tuple(map(int, x.shape)), seen, str(x.dtype).removeprefix("torch."))
+    at = _rank_of(sharding.mesh, seen)
+    if whole is not None:
+        sharding.extents(whole)  # refuses what doesn't fit
+    return Picture(lambda room: sheet_of_sharding(sharding, whole, room, at, dtype))
 
 
 def drawn(value: object) -> Picture:
@@ -162,42 +176,28 @@ def drawn(value: object) -> Picture:
     return show(value)  # type: ignore[arg-type]
 
 
-def _of_sharding(sharding: Sharding, shape: tuple[int, ...] | None, rank: int | None, dtype: str | None) -> Picture:
-    seen = _rank_of(sharding.mesh, rank)
-    if shape is not None:
-        sharding.extents(shape)  # refuses what doesn't fit
-    return Picture(lambda room: sheet_of_sharding(sharding, shape, room, seen, dtype))
-
-
 def _rank_of(mesh: Mesh, rank: int | None) -> int:
     """The rank to look from; the first one where the mesh's job has ended."""
-    if rank is not None:
-        if mesh.universe.position(rank) is None:
-            raise MeshError(f"rank {rank} isn't one of the ranks of {mesh!r}")
-        return rank
+    _check_rank(rank, mesh)
     try:
-        return mesh.rank
+        return mesh.rank if rank is None else rank
     except MeshError:
         return mesh.universe.ranks[0]
 
 
-def _seen_plan(made: Plan, rank: int) -> Plan:
-    if made.source.universe.position(rank) is None and made.target.universe.position(rank) is None:
-        raise MeshError(f"rank {rank} isn't one of the ranks of {made.source.mesh!r} or {made.target.mesh!r}")
-    return made.at(rank)
+def _check_rank(rank: int | None, *meshes: Mesh) -> None:
+    if rank is not None and all(mesh.universe.position(rank) is None for mesh in meshes):
+        raise MeshError(f"rank {rank} isn't one of the ranks of {' or '.join(map(repr, meshes))}")
 
 
-def _kind(x: object) -> str:
-    return type(x).__name__
+_INSTEAD = {
+    "str": "read the text first: axes.Mesh(text), mesh.sharding(text) or axes.plan(source, target, shape)",
+    "Tensor": "a plain tensor lies on this rank alone; axes.shard(x, spec, mesh=mesh) makes a DTensor of it",
+    "DeviceMesh": "axes.Mesh.from_device_mesh(x) is a Mesh",
+}
+"""What to write instead of a value of a class."""
 
 
 def _instead(x: object) -> str:
-    """What to write instead, where that is known."""
-    if isinstance(x, str):
-        return "\nread the text first: axes.Mesh(text), mesh.sharding(text) or axes.plan(source, target, shape)"
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return "\na plain tensor lies on this rank alone; axes.shard(x, spec, mesh=mesh) makes a DTensor of it"
-    if _kind(x) == "DeviceMesh":
-        return "\naxes.Mesh.from_device_mesh(x) is a Mesh"
-    return ""
+    known = [_INSTEAD[each.__name__] for each in type(x).__mro__ if each.__name__ in _INSTEAD]
+    return f"\n{known[0]}" if known else f": {shown(x)}"

@@ -38,21 +38,21 @@ rank 0 in all: 512.0 KiB out, with 2 ranks, in about 22 us; peak memory 1.0 MiB
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from axes.algebra.errors import MeshError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text, time_text
-from axes.show.panels import Board, Cell, Head, Listing, Remark, Room, Sheet
-from axes.show.rank_text import LEFT_OUT, folded, short_ranks
-from axes.transfers.buckets import MovedTensor, TensorPiece
-from axes.transfers.transfers import BucketTraffic, Transfer
+from axes.show.boards import exchange_board, few_rows
+from axes.show.panels import Board, Listing, Panel, Remark, Room, Sheet
+from axes.show.rank_text import LEFT_OUT, short_ranks
+from axes.transfers.transfers import Transfer
 
 MOST_ROWS = 6
-"""Rows of a table of tensors, meshes or buckets in a picture; an explanation has all buckets of a rank."""
+"""Rows of a table of tensors, meshes or buckets in a picture; an explanation has all of them."""
 
 SHORT, NAMES = 16, 34
 """Letters of a cell that names a tensor, and of one that lists several, or ranks."""
@@ -63,48 +63,41 @@ def sheet_of_transfer(move: Transfer, room: Room) -> Sheet:
     if not move.tensors:
         return Sheet(move.heading, f"A transfer of {move.heading}.", ())
     buckets = _buckets_text(move)
-    moved = (_between(move, room), *((_buckets(move, room),) if move.partners else ())) if move.bytes_in else ()
-    panels = (
-        Remark((buckets,), close=True),
-        _totals(move),
-        Remark((_least(move),), close=True),
-        _meshes(move),
-        _tensors(move),
-        *moved,
-        Remark((_own_text(move),), close=bool(moved)),
-    )
-    summary = f"Who sends how much to whom in a transfer of {move.heading}. {buckets}. {_in_words(move)}"
-    return Sheet(move.heading, summary, panels)
+    *panels, last = _tables(move, MOST_ROWS, max(16, room.width - 64))
+    if move.bytes_in:
+        panels.insert(4, _between(move, room))
+    own = f"Rank {move.rank} exchanges with {short_ranks(move.partners, 60) or 'nobody'}"
+    summary = f"Who sends how much to whom in a transfer of {move.heading}. {buckets}. {own}."
+    return Sheet(move.heading, summary, (Remark((buckets,), close=True), *panels, last))
 
 
 def explained_transfer(move: Transfer) -> Explanation:
     """A transfer as `axes.explain` says it."""
-    if not move.tensors:
-        return Explanation(move.heading, (), facts_of_transfer(move))
-    sections = [
-        Section("meshes", tuple(_mesh_rows(move))),
-        Section("tensors", tuple(_tensor_lines(move))),
-        Section("sent", tuple(_sent_rows(move))),
-        Section(f"rank {move.rank}", tuple(_bucket_lines(move))),
-    ]
-    return Explanation(move.heading, tuple(each for each in sections if each.rows), facts_of_transfer(move))
+    sections = [Section("", ((_buckets_text(move),),))] if move.tensors else []
+    for panel in _tables(move, len(move.tensors) + len(move.buckets), 2 * NAMES) if move.tensors else ():
+        match panel:
+            case Listing():
+                sections.append(Section(panel.head[0], (("", *panel.head[1:]), *panel.rows)))
+            case Remark():
+                sections.append(Section("", tuple((line,) for line in panel.lines)))
+    return Explanation(move.heading, tuple(sections), _facts_of(move))
 
 
-def facts_of_transfer(move: Transfer) -> dict[str, Any]:
-    """A transfer as data: what `--json` prints, and `Explanation.json` returns."""
-    totals = move.totals
+def _facts_of(move: Transfer) -> dict[str, Any]:
+    """A transfer as data: what `Explanation.json` returns."""
+    kinds = [_facts_of_kind(kind) for kind in _kinds(move)]
     return {
         "kind": "transfer",
         "sources": [*move.sources],
         "targets": [*move.targets],
-        "bytes": sum(kind.bytes for kind in kinds_of(move)),
+        "bytes": sum(kind["bytes"] for kind in kinds),
         "received_in_all": move.lower_bound,
         "most": {"bytes_in": move.bytes_in, "bytes_out": move.bytes_out},
-        "most_by": {"bytes_in": _who(totals.received), "bytes_out": _who(totals.sent)},
+        "most_by": {"bytes_in": _who(move.totals.received), "bytes_out": _who(move.totals.sent)},
         "buckets": len(move.buckets),
         "bucket_bytes": move.bucket_bytes,
         "fingerprint": move.fingerprint,
-        "tensors": [kind.facts for kind in kinds_of(move)],
+        "tensors": kinds,
         "rank": move.rank,
         "partners": [*move.partners],
         "bytes_in": sum(step.bytes_in for step in move.steps),
@@ -130,186 +123,112 @@ def seen_transfer(move: Transfer, rank: int | None = None) -> Transfer:
     return move.at(move.ranks[0] if rank is None else rank)
 
 
-# --- tensors that lie alike -------------------------------------------------------------------------
+def _tables(move: Transfer, most: int, width: int) -> Iterator[Panel]:
+    """What is said of tensors, meshes and ranks. width: letters of a list of ranks."""
+    yield _totals(move)
+    moved = sum(math.prod(one.shape) for one in move.tensors)
+    tied = move.equal or moved > sum(math.prod(end.shape) for end in move.ends[0].values())
+    least = "; tied targets may each count" if tied else ": no plan sends less"
+    yield Remark((f"received is what ranks need and don't have{least}",), close=True)
+    yield Listing(("", "mesh", "ranks", "tensors"), (*_meshes(move, 0, most), *_meshes(move, 1, most)), right=(3,))
+    yield _tensors(move, most)
+    if move.partners:
+        yield _buckets(move, most, width)
+    yield Remark((_own_text(move),), close=bool(move.bytes_in))
 
 
-@dataclass(frozen=True)
-class KindOfTensors:
-    """Tensors, or parts of them, that have shape, dtype and specs in common. bytes: of all, on their way."""
-
-    first: MovedTensor
-    names: tuple[tuple[str, str], ...]
-    bytes: int
-
-    @property
-    def said(self) -> tuple[str, str]:
-        """The first source with how many there are, and what they become where that has another name."""
-        sources, targets = (list(dict.fromkeys(side)) for side in zip(*self.names, strict=True))
-        count = f"{len(sources):,} like " if len(sources) > 1 else ""
-        more = f" and {len(targets) - 1:,} more" if len(targets) > 1 else ""
-        return f"{count}{sources[0]}", "" if sources == targets else f"{targets[0]}{more}"
-
-    @property
-    def specs(self) -> tuple[str, str]:
-        """How they lie before and after; a tensor of one number has no dims to speak of."""
-        return str(self.first.source) or "whole", str(self.first.target) or "whole"
-
-    @property
-    def dtype(self) -> str:
-        """What it travels in, and what it was before where that is another. What isn't known counts as float32."""
-        before, after = self.first.dtypes
-        if after is None:
-            return "taken as float32"
-        return after if before in (None, after) else f"{before} as {after}"
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """As data."""
-        before, after = self.first.dtypes
-        shapes = self.first.shapes
-        return {
-            "sources": [source for source, _ in self.names],
-            "targets": [target for _, target in self.names],
-            "source": str(self.first.source),
-            "target": str(self.first.target),
-            "source_shape": [*shapes[0]],
-            "target_shape": [*shapes[1]],
-            "source_dtype": before,
-            "dtype": after,
-            "bytes": self.bytes,
-        }
+# --- tensors and meshes -----------------------------------------------------------------------------
 
 
-def kinds_of(move: Transfer) -> list[KindOfTensors]:
-    """The tensors by kind, those of most bytes first."""
-    found: dict[Any, list[MovedTensor]] = {}
+def _kinds(move: Transfer) -> list[list[Any]]:
+    """The tensors, or parts of them, that have shape, dtype and specs in common; those of most bytes first."""
+    found: dict[Any, list[Any]] = {}
     for one in move.tensors:
-        key = (str(one.source), str(one.target), one.shape, one.shapes, one.dtypes)
-        found.setdefault(key, []).append(one)
-    kinds = [
-        KindOfTensors(
-            each[0],
-            tuple((one.source_name, one.target_name) for one in each),
-            sum(math.prod(one.shape) * one.itemsize for one in each),
-        )
-        for each in found.values()
-    ]
-    return sorted(kinds, key=lambda kind: -kind.bytes)
+        found.setdefault((str(one.source), str(one.target), one.shape, one.shapes, one.dtypes), []).append(one)
+    return sorted(found.values(), key=lambda kind: -_bytes_of(kind))
 
 
-def _tensors(move: Transfer) -> Listing:
+def _bytes_of(kind: Sequence[Any]) -> int:
+    """Bytes of all, on their way."""
+    return sum(math.prod(one.shape) * one.itemsize for one in kind)
+
+
+def _facts_of_kind(kind: Sequence[Any]) -> dict[str, Any]:
+    first = kind[0]
+    return {
+        "sources": [one.source_name for one in kind],
+        "targets": [one.target_name for one in kind],
+        "source": str(first.source),
+        "target": str(first.target),
+        "source_shape": [*first.shapes[0]],
+        "target_shape": [*first.shapes[1]],
+        "source_dtype": first.dtypes[0],
+        "dtype": first.dtypes[1],
+        "bytes": _bytes_of(kind),
+    }
+
+
+def _tensors(move: Transfer, most: int) -> Listing:
     """What goes where, two rows each: before, and after."""
-    kinds, rows = kinds_of(move), []
-    for kind in kinds[:MOST_ROWS]:
-        source, target = kind.said
-        before, after = ([*map(str, shape)] for shape in kind.first.shapes)
-        other = "" if after == before else " x ".join(after)
-        lies, will_lie = kind.specs
-        rows.append((source, bytes_text(kind.bytes), " x ".join(before) or "one number", lies))
-        rows.append((f"  -> {target}".rstrip(), "", other or kind.dtype, will_lie))
-    if len(kinds) > MOST_ROWS:
-        rest = kinds[MOST_ROWS:]
-        count = len({source for kind in rest for source, _ in kind.names})
-        rows.append((f"{LEFT_OUT} {count:,} more", bytes_text(sum(kind.bytes for kind in rest)), "", ""))
+    kinds, rows = _kinds(move), list[tuple[str, ...]]()
+    for kind in kinds[:most]:
+        first = kind[0]
+        sources, targets = (
+            list(dict.fromkeys(getattr(one, f"{side}_name") for one in kind)) for side in ("source", "target")
+        )
+        like = f"{len(sources):,} like " if len(sources) > 1 else ""
+        others = f" and {len(targets) - 1:,} more" if len(targets) > 1 else ""
+        there = "" if sources == targets else f" {targets[0]}{others}"
+        before, after = (" x ".join(map(str, shape)) or "one number" for shape in first.shapes)
+        held, sent = first.dtypes
+        dtype = "taken as float32" if sent is None else sent if held in (None, sent) else f"{held} as {sent}"
+        rows.append((f"{like}{sources[0]}", bytes_text(_bytes_of(kind)), before, str(first.source) or "whole"))
+        rows.append((f"  ->{there}", "", dtype if after == before else after, str(first.target) or "whole"))
+    rest = [one for kind in kinds[most:] for one in kind]
+    if rest:
+        count = len({one.source_name for one in rest})
+        rows.append((f"{LEFT_OUT} {count:,} more", bytes_text(_bytes_of(rest)), "", ""))
     return Listing(("tensors", "bytes", "shape, dtype", "lies as"), tuple(rows), right=(1,))
 
 
-def _tensor_lines(move: Transfer) -> Iterator[tuple[str, ...]]:
-    for kind in kinds_of(move):
-        source, target = kind.said
-        shapes = [str([*shape]) for shape in kind.first.shapes]
-        lies, will_lie = kind.specs
-        there = f"of {target} {shapes[1]}" if target else ""
-        yield source, bytes_text(kind.bytes), f"{shapes[0]} {kind.dtype}, {lies} -> {will_lie} {there}".rstrip()
-
-
-# --- meshes -----------------------------------------------------------------------------------------
-
-
-def _meshes(move: Transfer) -> Listing:
-    rows = []
-    for side, ends in (("from", 0), ("to", 1)):
-        found = _meshes_of(move, ends)
-        for at in folded(len(found), [0, len(found) - 1], MOST_ROWS // 2):
-            if isinstance(at, range):
-                rows.append(("", f"{LEFT_OUT} {len(at):,} more", "", ""))
-                continue
-            rows.append((side, *found[at]))
-    return Listing(("", "mesh", "ranks", "tensors"), tuple(rows), right=(3,))
-
-
-def _mesh_rows(move: Transfer) -> Iterator[tuple[str, ...]]:
-    for side, ends in (("from", 0), ("to", 1)):
-        for mesh, ranks, count in _meshes_of(move, ends):
-            yield side, mesh, f"ranks {ranks}, {count} tensor{'s' if count != '1' else ''}"
-
-
-def _meshes_of(move: Transfer, side: int) -> list[tuple[str, str, str]]:
+def _meshes(move: Transfer, side: int, most: int) -> tuple[tuple[str, ...], ...]:
     """The meshes of one side, each with its ranks, and how many tensors lie on it."""
-    found: dict[tuple[str, Sequence[int]], int] = {}
-    for end in move.ends[side].values():
-        key = end.sharding.mesh.declaration, end.sharding.universe.ranks
-        found[key] = found.get(key, 0) + 1
-    return [(declared, short_ranks(ranks, NAMES), f"{count:,}") for (declared, ranks), count in found.items()]
+    ends = [end.sharding for end in move.ends[side].values()]
+    found = [*Counter((end.mesh.declaration, end.universe.ranks) for end in ends).items()]
+
+    def row(at: int) -> tuple[str, ...]:
+        (declared, ranks), count = found[at]
+        return ("from", "to")[side], declared, short_ranks(ranks, NAMES), f"{count:,}"
+
+    return few_rows(len(found), row, max(2, most // 2))
 
 
 # --- bytes of all ranks -----------------------------------------------------------------------------
 
 
 def _buckets_text(move: Transfer) -> str:
-    """How many buckets there are, and how long they take the busiest rank."""
-    count = f"{len(move.buckets):,} bucket{'s' if len(move.buckets) != 1 else ''}"
-    busiest = _busiest(move)
-    return (
-        f"{count} of at most {bytes_text(move.bucket_bytes)}, one exchange each; about {time_text(busiest.cost)} for "
-        f"rank {busiest.rank}"
-    )
-
-
-def _busiest(move: Transfer) -> Transfer:
-    """The view from the rank that receives or sends most."""
+    """How many buckets there are, and how long they take the rank that receives or sends most."""
     received, sent = move.totals.received, move.totals.sent
-    return move.at(max(move.ranks, key=lambda rank: max(received[rank], sent[rank])))
+    busiest = move.at(max(move.ranks, key=lambda rank: max(received[rank], sent[rank])))
+    return (
+        f"{len(move.buckets):,} bucket{'s' if len(move.buckets) != 1 else ''} of at most "
+        f"{bytes_text(move.bucket_bytes)}, one exchange each; about {time_text(busiest.cost)} for rank {busiest.rank}"
+    )
 
 
 def _totals(move: Transfer) -> Listing:
     rows = []
-    for what, counts in (("received", move.totals.received), ("sent", move.totals.sent)):
+    for name, counts in (("received", move.totals.received), ("sent", move.totals.sent)):
         some = [count for count in counts.values() if count]
-        average = sum(some) // max(1, len(some))
-        row = (sum(some), average, max(some, default=0))
-        rows.append((what, *map(bytes_text, row), short_ranks(_who(counts), NAMES)))
+        numbers = sum(some), sum(some) // max(1, len(some)), max(some, default=0)
+        rows.append((name, *map(bytes_text, numbers), short_ranks(_who(counts), NAMES)))
     return Listing(("", "in all", "average", "most", "by rank"), tuple(rows), right=(1, 2, 3))
-
-
-def _sent_rows(move: Transfer) -> Iterator[tuple[str, ...]]:
-    for row in _totals(move).rows:
-        what, whole, average, most, who = row
-        text = f"{whole} in all, {average} on average, at most {most}, by {_ranks_said(who)}"
-        yield what, text if who else "nothing"
-    yield "least", _least(move)
-    yield "in", _buckets_text(move)
-
-
-def _ranks_said(who: str) -> str:
-    return f"rank {who}" if who.isdigit() else f"ranks {who}"
-
-
-def _least(move: Transfer) -> str:
-    """Of what the bytes that are received are the least."""
-    read = {(one.source_name, one.part and one.part.offsets) for one in move.tensors}
-    tied = len(read) < len(move.tensors) or move.equal
-    more = "; tied targets may each count" if tied else ": no plan sends less"
-    return f"received is what ranks need and don't have{more}"
 
 
 def _who(counts: Mapping[int, int]) -> list[int]:
     """The ranks that have most; nobody where nothing is sent."""
     most = max(counts.values(), default=0)
     return [rank for rank in sorted(counts) if counts[rank] == most] if most else []
-
-
-# --- between whom -----------------------------------------------------------------------------------
 
 
 def _between(move: Transfer, room: Room) -> Board:
@@ -319,130 +238,50 @@ def _between(move: Transfer, room: Room) -> Board:
     def view(rank: int) -> Transfer:
         return move if rank == move.rank else move.at(rank)
 
-    @lru_cache(maxsize=64)
-    def came(rank: int) -> dict[int, int]:
-        """Bytes by the rank that they come from."""
-        return _by_peer(step.receives for step in view(rank).steps)
-
-    senders, receivers = move.sources, move.targets
-    gives, gets = (_by_peer(getattr(step, side) for step in move.steps) for side in ("sends", "receives"))
-    shown = _wanted(receivers, move.rank, gives)
-    widest = max([7, *(len(bytes_text(count)) for at in shown[:4] for count in came(receivers[at]).values())]) + 2
-    across = folded(len(receivers), shown, max(3, (room.width - 14) // widest))
-    down = folded(len(senders), _wanted(senders, move.rank, gets), max(3, min(10, room.height - 14)))
-
-    def cell(row: int, column: int | range) -> Cell:
-        if isinstance(column, range):
-            return Cell(LEFT_OUT)
-        sender, receiver = senders[row], receivers[column]
+    def count(sender: int, receiver: int) -> int:
         if sender == receiver:
-            return Cell("stays" if _keeps(view(sender)) else "-", here=sender == move.rank)
-        count = came(receiver).get(sender, 0)
-        return Cell(bytes_text(count), row) if count else Cell("-")
+            kept = map(view(sender).exchange, range(len(move.tensors)))
+            return any(found is not None and found.copies for found in kept)
+        return sum(step.receives.get(sender, 0) for step in view(receiver).steps)
 
-    rows = [tuple(Cell("") if isinstance(row, range) else cell(row, column) for column in across) for row in down]
-    heads = tuple(_head(senders, row, "{:,} more ranks", move.rank) for row in down)
-    columns = tuple(_head(receivers, column, LEFT_OUT, move.rank) for column in across)
-    return Board(("from",), "to", columns, heads, tuple(rows), caption="   who sends how much to whom:")
-
-
-def _wanted(ranks: Sequence[int], own: int, partners: Mapping[int, int]) -> list[int]:
-    """Which ranks matter most, by their place: this one, its partners, the first and the last."""
-    at = {rank: place for place, rank in enumerate(ranks)}
-    first = [rank for rank in (own, *partners) if rank in at] or [ranks[0]]
-    return [at[rank] for rank in (*first[:4], ranks[0], ranks[-1], *first[4:16])]
-
-
-def _head(ranks: Sequence[int], at: int | range, left_out: str, own: int) -> Head:
-    if isinstance(at, range):
-        return Head((left_out.format(len(at)),), gap=True)
-    return Head((f"[{ranks[at]}]" if ranks[at] == own else f"{ranks[at]}",))
-
-
-def _by_peer(sides: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for side in sides:
-        for peer, count in side.items():
-            found[peer] = found.get(peer, 0) + count
-    return found
-
-
-def _keeps(view: Transfer) -> bool:
-    """Whether a rank has any of what it gets."""
-    return any(found is not None and found.copies for found in map(view.exchange, range(len(view.tensors))))
+    senders, receivers, partners = move.sources, move.targets, move.partners
+    caption = "who sends how much to whom"
+    return exchange_board(senders, receivers, move.rank, partners, count, senders.index, room, caption)
 
 
 # --- one rank ---------------------------------------------------------------------------------------
 
 
-def _taken_part(move: Transfer) -> list[BucketTraffic]:
-    return [step for step in move.steps if step.ranks]
-
-
-def _buckets(move: Transfer, room: Room) -> Listing:
+def _buckets(move: Transfer, most: int, width: int) -> Listing:
     """What the rank does in each bucket."""
-    rows: list[tuple[str, ...]] = []
-    steps = _taken_part(move)
-    for at in folded(len(steps), [0, len(steps) - 1], MOST_ROWS):
-        if isinstance(at, range):
-            rows.append((f"{LEFT_OUT} {len(at):,} more", "", "", "", ""))
-            continue
+    steps = [step for step in move.steps if step.ranks]
+
+    def row(at: int) -> tuple[str, ...]:
         step = steps[at]
-        peers = short_ranks(step.ranks, max(16, room.width - 64))
-        rows.append((f"bucket {step.number}", *_both(step.bytes_out, step.bytes_in), peers, _pieces(move, step)))
-    return Listing((f"rank {move.rank}", "out", "in", "with", "tensors"), tuple(rows), right=(1, 2))
+        both = (bytes_text(count) if count else "-" for count in (step.bytes_out, step.bytes_in))
+        return f"bucket {step.number}", *both, short_ranks(step.ranks, width), _names(move, step.pieces)
+
+    head = f"rank {move.rank}", "out", "in", "with", "tensors"
+    return Listing(head, few_rows(len(steps), row, most), right=(1, 2))
 
 
-def _bucket_lines(move: Transfer) -> Iterator[tuple[str, ...]]:
-    for step in _taken_part(move):
-        with_whom = f"with {short_ranks(step.ranks, NAMES)}: {_pieces(move, step)}"
-        yield f"bucket {step.number}", _moved(step.bytes_out, step.bytes_in), with_whom
-    yield (_own_text(move),)
-
-
-def _both(*counts: int) -> tuple[str, ...]:
-    return tuple(bytes_text(count) if count else "-" for count in counts)
-
-
-def _pieces(move: Transfer, step: BucketTraffic) -> str:
+def _names(move: Transfer, pieces: Sequence[Any]) -> str:
     """The tensors of a bucket in which the rank has a part, as many as fit."""
-    names = [_piece_said(move, piece) for piece in step.pieces if _has_part(move, piece)]
-    text, at = names[0], 1
-    while at < len(names) and len(text) + len(names[at]) + 2 <= SHORT:
-        text, at = f"{text}, {names[at]}", at + 1
-    return text if at == len(names) else f"{text} and {len(names) - at:,} more"
-
-
-def _has_part(move: Transfer, piece: TensorPiece) -> bool:
-    found = move.exchange(piece.tensor)
-    return found is not None and bool(found.sends or found.receives)
-
-
-def _piece_said(move: Transfer, piece: TensorPiece) -> str:
-    one = move.tensors[piece.tensor]
-    return one.source_name if one.pieces == 1 else f"{one.source_name} {piece.piece + 1}/{one.pieces}"
+    names = []
+    for piece in pieces:
+        one, found = move.tensors[piece.tensor], move.exchange(piece.tensor)
+        if found is not None and (found.sends or found.receives):
+            names.append(one.source_name if one.pieces == 1 else f"{one.source_name} {piece.piece + 1}/{one.pieces}")
+    shown = [name for at, name in enumerate(names) if at == 0 or len(", ".join(names[: at + 1])) <= SHORT]
+    return ", ".join(shown) + (f" and {len(names) - len(shown):,} more" if len(shown) < len(names) else "")
 
 
 def _own_text(move: Transfer) -> str:
     """What the rank does in all."""
-    peers = move.partners
+    peers, peak = move.partners, f"peak memory {bytes_text(move.peak_bytes)}"
     if not peers:
-        return f"rank {move.rank} sends and receives nothing; peak memory {bytes_text(move.peak_bytes)}"
-    said = _moved(*(sum(getattr(step, side) for step in move.steps) for side in ("bytes_out", "bytes_in")))
+        return f"rank {move.rank} sends and receives nothing; {peak}"
+    ways = [(sum(getattr(step, f"bytes_{way}") for step in move.steps), way) for way in ("out", "in")]
+    moved = ", ".join(f"{bytes_text(count)} {way}" for count, way in ways if count)
     among = f"rank {peers[0]}" if len(peers) == 1 else f"{len(peers):,} ranks"
-    return (
-        f"rank {move.rank} in all: {said}, with {among}, in about {time_text(move.cost)}; peak memory "
-        f"{bytes_text(move.peak_bytes)}"
-    )
-
-
-def _moved(out: int, came: int) -> str:
-    return ", ".join(f"{bytes_text(count)} {way}" for count, way in ((out, "out"), (came, "in")) if count)
-
-
-def _in_words(move: Transfer) -> str:
-    """The board for who doesn't see it, of the rank that it is seen from."""
-    gives, gets = (_by_peer(getattr(step, side) for step in move.steps) for side in ("sends", "receives"))
-    to, came = (short_ranks(sorted(each), 60) for each in (gives, gets))
-    said = [f"sends to {to}" if gives else "", f"receives from {came}" if gets else ""]
-    return f"Rank {move.rank} {' and '.join(filter(None, said)) or 'sends and receives nothing'}."
+    return f"rank {move.rank} in all: {moved}, with {among}, in about {time_text(move.cost)}; {peak}"

@@ -14,7 +14,8 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, Step
 from axes.algebra.sharding import Sharding
 from axes.runtime.gradients import transposed
-from axes.show.picture import of_recipe
+from axes.show.in_svg import svg_of_panel
+from axes.show.moves import moves_of_recipe
 from docs.pages.page import WRITTEN, Session, block, inline, paragraph, table
 
 SIZES = {"b": 8, "s": 2048, "d": 4096, "f": 8192}
@@ -135,7 +136,9 @@ def text() -> str:
 def pictures() -> Iterator[tuple[str, str]]:
     """The name and the SVG of every picture."""
     for row in ROWS:
-        yield f"{row.name}.svg", of_recipe(row.on_dtensors(), DTYPE, hidden="b")
+        found = row.on_dtensors()
+        moves = moves_of_recipe(found, DTYPE, hidden="b")
+        yield f"{row.name}.svg", svg_of_panel(moves, found.text, moves.words)
 
 
 def overview() -> str:

@@ -162,7 +162,7 @@ picture = axes.show(large, rank=1500)
 
 | | |
 | --- | --- |
-| at a prompt | it shows itself, as wide as the terminal; in colour with rich (`pip install '.[show]'`) |
+| at a prompt | it shows itself, as wide as the terminal; in colour |
 | in a script | `print(axes.show(x))` is plain text of 80 columns; `axes.show(x).print()` as at a prompt |
 | in a notebook | `axes.show(x)`, and a mesh, a sharding, a plan or a transfer by itself |
 | in a file | `.text(width=120)`, `.svg()`, and `.html()`, which is a page of its own |
