@@ -143,10 +143,6 @@ class NamedSpecs:
     results: Texts | None = None
     order: tuple[str, ...] = ()
 
-    def keywords(self) -> dict[str, Any]:
-        """What `shard_map` was given."""
-        return {**dict(self.arguments), "results": None if self.results is None else dict(self.results)}
-
     def of_call(self, expression: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The expression with a spec for each tensor among the arguments, and with all results that may come."""
         parts = [*zip([*self.order, *[""] * len(args)], args, strict=False), *kwargs.items()]

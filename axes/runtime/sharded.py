@@ -99,25 +99,18 @@ def shard(
     rules = ambient_rules()
     if rules is not None and "@" not in checked_spec(spec):
         spec = spec_by_rules(rules, spec, mesh, tuple(map(operator.index, tensor.shape)), given)
-    return shard_on_mesh(tensor, spec, mesh, source_rank, given)
+    if not torch.compiler.is_compiling():
+        return _sharded(tensor, spec, mesh, source_rank, given)
+    if source_rank is not None or (tensor.is_leaf and tensor.requires_grad):
+        return _sharded_outside(tensor, spec, mesh, source_rank, given)
+    names, numbers = _apart(given)
+    return traced(_cut_in_graph, (mesh, spec, names), (tensor,), None, device_mesh_input(mesh), numbers)
 
 
 @torch.compiler.assume_constant_result
 def spec_by_rules(rules: Rules, spec: str, mesh: Mesh, shape: tuple[int, ...], sizes: Given) -> str:
     """A spec in logical names on a mesh; to `torch.compile` a constant, so that a graph is for one shape."""
     return rules.spec(spec, mesh, shape, sizes=dict(sizes))
-
-
-def shard_on_mesh(
-    tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | None = None, given: Given = ()
-) -> DTensor:
-    """`shard` by a spec in axes of the mesh, whatever rules there are."""
-    if torch.compiler.is_compiling():
-        if source_rank is not None or (tensor.is_leaf and tensor.requires_grad):
-            return _sharded_outside(tensor, spec, mesh, source_rank, given)
-        names, numbers = _apart(given)
-        return traced(_cut_in_graph, (mesh, spec, names), (tensor,), None, device_mesh_input(mesh), numbers)
-    return _sharded(tensor, spec, mesh, source_rank, given)
 
 
 def _sharded(tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | None, sizes: Given) -> DTensor:
