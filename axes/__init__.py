@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from axes.runtime.groups import GroupOptions as GroupOptions
     from axes.runtime.groups import destroy_process_groups as destroy_process_groups
     from axes.runtime.groups import process_groups as process_groups
-    from axes.runtime.launch import launch as launch
+    from axes.launching.launch import launch as launch
     from axes.runtime.sharded import from_local as from_local
     from axes.runtime.sharded import shard as shard
     from axes.runtime.sharded import sharding_of as sharding_of
@@ -140,7 +140,7 @@ _HOME = {
     "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
     "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),
     "axes.transfers.jobs": ("connect",),
-    "axes.runtime.launch": ("launch",),
+    "axes.launching.launch": ("launch",),
     "axes.runtime.sharded": ("from_local", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
     "axes.runtime.simulate": ("simulate",),
     "axes.runtime.world": ("init_mesh",),

@@ -47,7 +47,7 @@ ROWS = (
     ("axes.launch('abs', 2)", "AxesError", "a function to run on every rank, not 'abs'"),
     ("axes.launch(abs, 2, device_type='tpu')", "AxesError", "device types 'cpu' or 'cuda', not 'tpu'"),
     ("axes.launch(abs, 99, device_type='cuda')", "AxesError", "99 ranks need a GPU each, and torch finds"),
-    ("axes.launch(abs, 2, timeout=0)", "AxesError", "positive number of seconds, or None; not 0"),
+    ("axes.launch(abs, 2, timeout=0)", "AxesError", "None or a positive number of seconds, not 0"),
     ("axes.launch(abs, 2, timeout=float('nan'))", "AxesError", "not nan"),
     ("axes.launch(abs, 2, timeout='5')", "AxesError", "not '5'"),
     # pictures

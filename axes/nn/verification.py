@@ -27,11 +27,11 @@ from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.sizes import written_sizes
 from axes.extension import shown
+from axes.launching.launch import launch
 from axes.nn.verify_compare import judged
 from axes.nn.verify_diagnosis import Mismatch, subsets, words
 from axes.nn.verify_run import Job, Observed, named_tensors, observe
 from axes.ops.module_regions import region_call
-from axes.runtime.launch import launch
 
 MOST_RANKS = 8
 """As many local processes as a check starts at most."""
