@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from axes.algebra.plan import plan as plan
     from axes.algebra.sharding import Sharding as Sharding
     from axes.debugging.debug import debug as debug
+    from axes.launching.launch import launch as launch
     from axes.nn.annotations import annotate as annotate
     from axes.nn.constrain import constrain as constrain
     from axes.nn.functions import argmax as argmax
@@ -80,7 +81,6 @@ if TYPE_CHECKING:
     from axes.runtime.groups import GroupOptions as GroupOptions
     from axes.runtime.groups import destroy_process_groups as destroy_process_groups
     from axes.runtime.groups import process_groups as process_groups
-    from axes.launching.launch import launch as launch
     from axes.runtime.sharded import from_local as from_local
     from axes.runtime.sharded import shard as shard
     from axes.runtime.sharded import sharding_of as sharding_of

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
-from tests.common import stat_of, waited, written
+from tests.common import lives, stat_of, waited, written
 
 _ = axes.init_mesh, axes.psum, axes.from_local  # imported now: what is forked from this process has them
 
@@ -90,9 +90,9 @@ class Injector:
             (self.folder / "cut").touch()  # tests/hosts.sh does it
             wait_for((self.folder / "cut.done").exists)
         else:
-            launcher = os.getppid()  # it hosts the store
-            os.kill(launcher, signal.SIGKILL if self.fault == "store killed" else signal.SIGSTOP)
-            wait_for(lambda: os.getppid() != launcher or stopped(launcher))
+            host = host_of_the_store()
+            os.kill(host, signal.SIGKILL if self.fault == "store killed" else signal.SIGSTOP)
+            wait_for(lambda: not lives(host) or stopped(host))
         written(self.folder / "fault", "")
 
     def hook(self) -> None:
@@ -172,6 +172,12 @@ class Reducing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def host_of_the_store() -> int:
+    """The process that does: torchrun, which is the parent of this one, or the parent of a launch's fork server."""
+    parent = os.getppid()
+    return parent if "TORCHELASTIC_RUN_ID" in os.environ else int(stat_of(parent)[1])
+
+
 def stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal."""
     return stat_of(pid)[0] == "T"
@@ -207,7 +213,7 @@ def program(folder: str, fault: str, phase: str, moment: str) -> None:
     """`job`, and a file that says how this rank ended. An error of it goes on."""
     os.environ["TMPDIR"] = f"{folder}/tmp"
     at = Injector(Path(folder), fault, phase, moment)
-    who = {"pid": os.getpid(), "launcher": os.getppid(), "group": os.getpgid(0)}
+    who = {"pid": os.getpid(), "port": int(os.environ["MASTER_PORT"]), "group": os.getpgid(0)}
     written(at.folder / f"who{at.rank}", json.dumps(who))
     at.meet("start")
     at.hook()

@@ -89,12 +89,9 @@ class Row:
         """What the launcher says where it ends ranks: rank and cause."""
         if self.launcher == "launch":
             how = {"SIGSTOP": "hadn't finished", "exit": "of 3 exited with code 0", "exception": "of 3 failed first"}
-            if self.fault == "SIGSTOP" and self.may_finish:
-                return ""
+            if self.fault in OF_THE_STORE or (self.fault == "SIGSTOP" and self.may_finish):
+                return ""  # it is the launching process that hosts the store
             of_a_rank = rf"rank {self.victim} {how.get(self.fault, f'of 3 was killed by {self.fault}')}"
-            how_of_the_store = {"store killed": "died", "store stopped": "has been stopped"}
-            if self.fault in how_of_the_store:
-                return rf"the process .* {how_of_the_store[self.fault]}"
             # Of a save torch tells all ranks itself which one raised what.
             return rf"{of_a_rank}|CheckpointException ranks:dict_keys\(\[{self.victim}\]\)"
         code = {"SIGKILL": "-9", "SIGTERM": "-15", "exception": "1"}.get(self.fault)
@@ -206,17 +203,6 @@ def listening() -> dict[str, int]:
     return found
 
 
-def sockets_of(pids: set[int]) -> set[str]:
-    """The sockets on which these processes listen."""
-    known, found = listening(), set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    found |= {os.readlink(fd)} & known.keys()
-    return found
-
-
 class Watch:
     """Sees from outside when the ranks of a row end, and remembers what belongs to them."""
 
@@ -246,6 +232,11 @@ class Watch:
         """Whether no rank is left."""
         return len(self.gone) == self.row.size
 
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank that the fault didn't hit has said how it ended."""
+        return all((self.folder / f"ended{rank}").exists() for rank in self.row.survivors)
+
     def _look(self) -> None:
         while not self._over.wait(0.02):
             for rank in range(self.row.size):
@@ -253,10 +244,11 @@ class Watch:
                     self.who[rank] = json.loads(file.read_text())
                 if rank in self.who and rank not in self.gone and not lives(self.who[rank]["pid"]):
                     self.gone[rank] = time.monotonic()
-            if all((self.folder / f"ended{rank}").exists() for rank in self.row.survivors):
+            if self.all_ended:
                 self._let_go()
             if not self.sockets and self.fault_at is not None:
-                self.sockets = sockets_of({who[name] for who in self.who.values() for name in ("pid", "launcher")})
+                ports = {who["port"] for who in self.who.values()}
+                self.sockets = {socket for socket, port in listening().items() if port in ports}
 
     def _let_go(self) -> None:
         """Ends what launchers wait for though every rank has finished: a rank that is stopped, the other host."""
@@ -321,28 +313,38 @@ def run(row: Row) -> Outcome:
 def by_launch(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
     import axes
 
+    call = row.size, str(folder), row.fault, row.phase, row.moment
+    if row.fault in OF_THE_STORE:
+        code = f"import axes, tests.fault_program; axes.launch(tests.fault_program.program, *{call})"
+        return by_a_process(row, folder, watch, "-c", code)
     try:
-        axes.launch(program, row.size, str(folder), row.fault, row.phase, row.moment, timeout=START + 2 * RANK_LIMIT)
+        axes.launch(program, *call, timeout=START + 2 * RANK_LIMIT)
     except Exception as error:
         return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), ""
     return "", ""
 
 
 def by_torchrun(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.size)
+    job = "tests/fault_program.py", str(folder), row.fault, row.phase, row.moment
+    return by_a_process(row, folder, watch, *torchrun, *job)
+
+
+def by_a_process(row: Row, folder: Path, watch: Watch, *arguments: str) -> tuple[str, str]:
+    """Ranks of a launcher that is a process of its own."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.size)]
-    command += ["tests/fault_program.py", str(folder), row.fault, row.phase, row.moment]
+    command = [sys.executable, *arguments]
     with open(folder / "log", "ab") as log:
-        torchrun = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
-        waited(lambda: torchrun.poll() is not None or watch.fault_at, START)
-        if row.fault == "store stopped" and waited(lambda: watch.all_gone, RANK_LIMIT):
-            os.kill(torchrun.pid, signal.SIGCONT)  # whoever stopped it lets it go on
-        ended = waited(lambda: torchrun.poll() is not None, 2 * RANK_LIMIT + TORCHRUNS_PATIENCE["SIGSTOP"])
+        waited(lambda: launcher.poll() is not None or watch.fault_at, START)
+        if row.fault == "store stopped" and waited(lambda: watch.all_ended, RANK_LIMIT):
+            os.kill(launcher.pid, signal.SIGCONT)  # whoever stopped it lets it go on
+        ended = waited(lambda: launcher.poll() is not None, 2 * RANK_LIMIT + TORCHRUNS_PATIENCE["SIGSTOP"])
     finally:
-        torchrun.kill()
-        torchrun.wait()
-    return ("" if ended else "torchrun didn't end") + (folder / "log").read_text(errors="replace"), ""
+        launcher.kill()
+        launcher.wait()
+    return ("" if ended else "the launcher didn't end") + (folder / "log").read_text(errors="replace"), ""
 
 
 def on_two_hosts(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:

@@ -492,6 +492,8 @@ def test_functions_and_arguments_that_other_processes_cant_have_are_refused():
     ):
         with pytest.raises(AxesError, match=said):
             launch(*arguments)
+    with pytest.raises(AxesError, match=r"program of axes\.verify can't be sent"):
+        axes.verify(lambda x: x, torch.ones(4), mesh="dp=2")
 
 
 SCRIPT = """

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import axes
 from axes.algebra.errors import AxesError
 from axes.launching.calls import End, dumps, sendable
 
@@ -59,8 +58,9 @@ def serve(control_fd: int, owner: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in PRELOADED:
         importlib.import_module(name)
-    for name in axes.__all__:  # whose modules are imported when a name is first asked for
-        getattr(axes, name)
+    library = importlib.import_module("axes")
+    for name in library.__all__:  # whose modules are imported when a name is first asked for
+        getattr(library, name)
     gc.freeze()  # no collector of a rank will write to what it shares with the others
 
     control = socket.socket(fileno=control_fd)
@@ -70,7 +70,7 @@ def serve(control_fd: int, owner: int) -> None:
         request, fds, *_ = socket.recv_fds(control, 1, 5) if control in ready else (b"-", [])
         over = not request or os.getppid() != owner  # a fork of the owner may hold on to `control`
         for handle, process in list(ranks.items()):
-            told = handle.recv(1)[:1] or _KILL if handle in ready else b""
+            told = handle.recv(1) or _KILL if handle in ready else b""
             if over or told == _KILL or process.exitcode is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left of it
                     os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type] # it was started
@@ -142,7 +142,8 @@ def _end_of(call: bytes, device_type: str, environ: dict[str, str], surroundings
         with contextlib.suppress(Exception):  # whatever: it's the user's; the traceback has all of it
             sent = dumps(error)
         text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        return End(f"failed: {type(error).__qualname__}: {error}", sent, text, time.monotonic())
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return End(f"failed: {summary}", sent, text, time.monotonic())
     finally:
         with contextlib.suppress(Exception):  # closed, or a dead pipe
             sys.stdout.flush()

@@ -144,9 +144,9 @@ def _environ(size: int, port: int) -> dict[str, str]:
     """The environment of all ranks: this process's, and what torchrun says."""
     local = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     defaults = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": local} if local else {})
-    told = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return defaults | os.environ | told | {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # rank 0 doesn't host the store
+    told = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    # Rank 0 doesn't host the store, as it doesn't where torchrun's agent does.
+    return defaults | os.environ | told | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _surroundings(call: bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ again with each of them of size one, which tells them apart.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -296,9 +297,9 @@ class _Check:
         return Verification(tuple(differences.values()), tuple(map(_declared, sets)), compared, one.missed)
 
     def _launched(self, job: Job, small: Mapping[str, int]) -> list[Observed]:
-        return launch(
-            observe, math.prod(small.values()), replace(job, mesh=_call(self.mesh, small)), timeout=self.timeout
-        )
+        run = functools.partial(observe, replace(job, mesh=_call(self.mesh, small)))
+        run.__qualname__ = "the program of axes.verify"  # type: ignore[attr-defined] # as errors of launch name it
+        return launch(run, math.prod(small.values()), timeout=self.timeout)
 
     def _one(self) -> Observed:
         """The run on axes of size one, in double precision where the program takes it. What works is remembered."""
