@@ -120,7 +120,7 @@ def _check(fn: object, world_size: Any, device_type: object, timeout: Any) -> No
         (is_number, "the world size is a number of processes", world_size),
         (
             is_number and 1 <= world_size <= MOST,
-            f"axes.simulate makes a world of any size in one process; launch starts 1 to {MOST} processes on this machine",
+            f"axes.simulate makes a world of any size in one; launch starts 1 to {MOST} processes on this machine",
             world_size,
         ),
         (timeout is None or is_limit, "the timeout is None or a positive number of seconds", timeout),
