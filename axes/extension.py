@@ -214,12 +214,8 @@ def listen(before: Listener) -> Iterator[None]:
     >>> found
     ['psum']
     """
-    with watching.listening(before, _unheard):
+    with watching.listening(before):
         yield
-
-
-def _unheard() -> None:
-    """What a listener does where it doesn't ask which expression is carried out."""
 
 
 def where() -> tuple[str, tuple[str, ...]]:

@@ -169,7 +169,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.runtime.agreement": {"ranks_text"},
         "axes.runtime.gradients": {"cotangent", "on_own_axes", "transposed"},
         "axes.runtime.groups": {"current_world"},
-        "axes.runtime.watching": {"is_users", "listening", "place_of_frame"},
+        "axes.runtime.watching": {"is_users", "place_of_frame"},
         "axes.runtime.world": {"bound_to_job"},
         "axes.transfers.transfers": {"Like", "Transfer"},
     },

@@ -21,11 +21,10 @@ Part = tuple[str, Any]
 
 
 class _Context(threading.local):
-    """What operations of a thread are part of just now, the outermost first; who is told when that changes."""
+    """What operations of a thread are part of just now, the outermost first."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self.listener: Callable[[], None] | None = None
 
 
 context = _Context()
@@ -33,16 +32,12 @@ context = _Context()
 
 def within(kind: str, expression: Any, run: Callable[..., T], *args: Any) -> T:
     """`run(*args)`, whose operations are part of an expression: ranks compare that, too, and a trace has it."""
-    parts, listener = context.parts, context.listener
+    parts = context.parts
     parts.append((kind, expression))
-    if listener is not None:
-        listener()
     try:
         return run(*args)
     finally:
         parts.pop()
-        if listener is not None:
-            listener()
 
 
 listeners: tuple[Any, ...] = ()
@@ -58,16 +53,14 @@ statement = ""
 
 
 @contextlib.contextmanager
-def listening(listener: Any, changed: Callable[[], None]) -> Iterator[None]:
-    """In this block `listener` hears of operations; `changed` is called where `parts` of this thread has changed."""
+def listening(listener: Any) -> Iterator[None]:
+    """In this block `listener` hears of operations."""
     global listeners
-    before, context.listener = context.listener, changed
     listeners += (listener,)
     try:
         yield
     finally:
         listeners = tuple([each for each in listeners if each is not listener])
-        context.listener = before
 
 
 def parts() -> tuple[str, ...]:

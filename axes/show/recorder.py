@@ -32,12 +32,12 @@ from axes.algebra.errors import AxesError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh
 from axes.algebra.plan import bytes_text, model_of, time_text
-from axes.extension import Operation, where
+from axes.extension import Operation, listen, where
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import current_world, process_groups
 from axes.runtime.simulate import simulate
-from axes.runtime.watching import is_users, listening, place_of_frame
+from axes.runtime.watching import is_users, place_of_frame
 from axes.runtime.world import bound_to_job
 
 # --- what is recorded
@@ -80,7 +80,7 @@ class StepRecorder(torch_private.DispatchMode):
         hooks = torch.nn.modules.module
         self._stack.callback(hooks.register_module_forward_pre_hook(self._entered).remove)
         self._stack.callback(hooks.register_module_forward_hook(self._left, always_call=True).remove)
-        self._stack.enter_context(listening(self._hear, self._changed))
+        self._stack.enter_context(listen(self._hear))
         super().__enter__()
         return self
 
