@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from axes.debugging.debug import debug as debug
     from axes.launching.launch import launch as launch
     from axes.nn.annotations import annotate as annotate
-    from axes.nn.constrain import constrain as constrain
     from axes.nn.functions import argmax as argmax
     from axes.nn.functions import cross_entropy as cross_entropy
     from axes.nn.functions import embedding as embedding
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from axes.ops.collectives import ppermute as ppermute
     from axes.ops.collectives import psum as psum
     from axes.ops.collectives import psum_scatter as psum_scatter
+    from axes.ops.constrain import constrain as constrain
     from axes.ops.einops_ops import einsum as einsum
     from axes.ops.einops_ops import rearrange as rearrange
     from axes.ops.einops_ops import reduce as reduce
@@ -107,7 +107,7 @@ _HOME = {
     "axes.transfers.transfers": ("transfer",),
     "axes.debugging.debug": ("debug",),
     "axes.nn.annotations": ("annotate",),
-    "axes.nn.constrain": ("constrain",),
+    "axes.ops.constrain": ("constrain",),
     "axes.nn.functions": (
         "argmax",
         "cross_entropy",

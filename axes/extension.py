@@ -15,7 +15,8 @@
 | `collective`, `Operation` | communication of one's own, which is checked and traced as that of axes |
 | `listen` | to hear of all communication |
 | `where` | the user's line, and the expression, that an operation comes from |
-| `shown`, `suggestion` | values and near names, as errors say them |
+| `dense` | tensors that code on shards can't take are refused |
+| `shown` | values and near names, as errors say them |
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import shown, suggestion
+from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.grammar import parse_tensor as read
 from axes.algebra.layout import Universe
-from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh
+from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh, use_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops.request import ALONE
@@ -44,14 +45,18 @@ from axes.runtime.groups import current_world, of_world, time_limit
 from axes.runtime.linear import count_writes as written
 from axes.runtime.linear import linear
 from axes.runtime.operation import Listener, Operation, collective, waited
-from axes.runtime.sharded import dtensor_of
+from axes.runtime.sharded import dtensor_of, sharding_of, to_local
 from axes.runtime.shards import check_share, read_shard, told_shapes
+from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_transforms
+
+T = TypeVar("T", bound=torch.Tensor)
 
 __all__ = [
     "Operation",
     "agree",
     "boxes",
     "collective",
+    "dense",
     "draw",
     "dtensor",
     "linear",
@@ -59,7 +64,6 @@ __all__ = [
     "local",
     "read",
     "shown",
-    "suggestion",
     "where",
     "whole",
     "written",
@@ -67,13 +71,18 @@ __all__ = [
 
 
 def whole(
-    what: str, x: torch.Tensor, spec: str, mesh: Mesh | None = None, sizes: Mapping[str, int] | None = None
+    what: str,
+    x: torch.Tensor,
+    spec: str | None = None,
+    mesh: Mesh | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[Sharding, tuple[int, ...]]:
-    """The sharding and the whole shape of the tensor of which `x` is this rank's shard, by its spec.
+    """The sharding and the whole shape of the tensor of which `x` is this rank's shard, by its spec; or of a DTensor.
 
-    what: who asks, as errors say it. mesh: where names are looked up, the ambient mesh by default; a spec without an
-    `@` needs none. sizes: whole sizes of names. Of a split dim without one, ranks tell each other how much they have,
-    in one small all-gather, for which the host waits.
+    what: who asks, as errors say it. spec: of a DTensor an assertion; without one a plain tensor is whole, on a mesh of
+    one rank or none. mesh: where names are looked up, the ambient mesh by default; a spec without an `@` needs none.
+    sizes: whole sizes of names. Of a split dim without one, ranks tell each other how much they have, in one small
+    all-gather, for which the host waits.
 
     Raises `ShardingError` where `x` isn't the shard that the spec says, `SizeError` on all ranks whose parts together
     aren't one tensor, `MeshError` without a mesh or outside of it.
@@ -84,10 +93,23 @@ def whole(
     ...     print(sharding, shape, sharding.local_indices(shape)[1])
     b@dp d@tp (4, 6) slice(3, 6, None)
     """
+    if isinstance(x, DTensor):
+        with contextlib.nullcontext() if mesh is None else use_mesh(mesh), torch.no_grad():
+            to_local(x, spec)  # refuses a spec that isn't that of the tensor
+        return sharding_of(x), tuple(x.shape)
     around = mesh if mesh is not None else ambient_mesh()
+    if spec is None:
+        if around is not None and around.size > 1:
+            raise ShardingError(
+                f"{what} of a plain tensor on {around!r} needs to know which part of the whole it is; write a spec, "
+                "like 'b@dp s d'"
+            )
+        return ALONE.sharding(" ".join("_" * x.ndim)), tuple(x.shape)
     around = ALONE if around is None and "@" not in spec else required_mesh(around, what)
     if around.size > 1:
         around._bound(what)
+    if around.coordinate is None:
+        raise MeshError(f"rank {around.rank} isn't one of the ranks of {around!r}, so it holds no shard\nin  {spec}")
     part = read_shard(around, spec, tuple(x.shape), written_sizes(sizes or {}))
     check_share(part, part.even)
     (shape,) = told_shapes(f"{what} '{part.sharding}'", around, (part,), (x,))
@@ -120,6 +142,24 @@ def dtensor(shard: torch.Tensor, like: DTensor | Sharding, shape: Sequence[int] 
         return dtensor_of(shard, like, shape)
     spec = torch_private.spec_of(like)
     return torch_private.dtensor(shard, spec_around(shard, spec.mesh, spec.placements, tuple(spec.shape)))
+
+
+def dense(what: str, x: T, sends: bool = False) -> T:
+    """`x`, without a class of the user's that changes nothing below autograd.
+
+    Raises `ShardingError` for what is no tensor, for one that is sparse, nested, quantized or lazy, for a DTensor
+    inside a transform of `torch.func`, and, where its numbers are sent, for any tensor inside one or in forward mode.
+
+    >>> dense("halo", [1.0])
+    Traceback (most recent call last):
+    axes.algebra.errors.ShardingError: halo takes a tensor; found list
+    """
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"{what} takes a tensor; found {type(x).__name__}")
+    check_dense(x, what)
+    if torch_private.transforms_are_on():
+        check_transforms(what, (x,)) if sends else check_not_wrapped(what, x)
+    return x if torch.compiler.is_compiling() else as_plain(x)  # type: ignore[return-value]
 
 
 def draw(

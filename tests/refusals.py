@@ -177,9 +177,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("without_mesh(axes.shard_module, MLP(), {'*': '...'})", "MeshError", "axes.shard_module needs a mesh; pass mesh=... or write it inside `with mesh:`"),
     ("axes.shard_module(MLP(), {'up.weight': 'hidden embed', '*': '...'}, rules=axes.Rules(hiden='tp', embed=None))", "ShardingError",
      "up.weight [16, 8], 'hidden embed': no rule is about 'hidden'; did you mean 'hiden'?\n  hidden embed\n  ^^^^^^\nwrite hidden=None for a dim that stays whole, or a last rule ('...', None) for all others"),
-    ("axes.shard_module(MLP(), {'up.weight': 'hidden embed', '*': '...'}, rules=axes.Rules([('hiden', 'tp'), ('...', None)]))", "ShardingError", "the rule hiden=tp is about no dim of a parameter; did you mean 'hidden'?", "stay whole by the last rule, ('...', None); where that is meant, write embed=None"),
-    ("axes.shard_module(MLP(), {'*.upp.weight': 'hidden@tp embed', '*': '...'})", "ShardingError", "no parameter or buffer matches\n  '*.upp.weight'; did you mean 'up.weight'?"),
-    ("axes.shard_module(MLP(), {'*': '...', 'up.weight': 'hidden@tp embed'})", "ShardingError", "the pattern 'up.weight' never applies: '*' stands before it and matches all that it does; the first that matches applies, so put 'up.weight' before '*'"),
+    ("axes.shard_module(MLP(), {'up.weight': 'hidden embed', '*': '...'}, rules=axes.Rules([('hiden', 'tp'), ('...', None)], strict=True))", "ShardingError", "the rule hiden=tp is strict, and about no dim of a parameter; found ..., embed, hidden"),
+    ("axes.shard_module(MLP(), {'*.upp.weight': 'hidden@tp embed', '*': '...'})", "ShardingError", "these patterns never apply: '*.upp.weight'\nthe first that matches a name applies", "names are norm.weight, up.weight, down.weight"),
+    ("axes.shard_module(MLP(), {'*': '...', 'up.weight': 'hidden@tp embed'})", "ShardingError", "these patterns never apply: 'up.weight'\nthe first that matches a name applies, so put a pattern before the wider ones"),
     ("m = MLP(); m.head = torch.nn.Linear(8, 16, bias=False); m.head.weight = m.up.weight; axes.shard_module(m, {'up.*': 'v@tp d', 'head.*': 'v d@tp', '*': '...'})", "ShardingError", "one tensor under 2 names, tied, has two specs:\n  up.weight  v@tp d    (up.*)\n  head.weight  v d@tp    (head.*)\ngive it one"),
 )
 

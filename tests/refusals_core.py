@@ -68,7 +68,7 @@ FUNCTIONS = (
     )),
     ("axes.softmax(L(3, 4), 'q k | sum@tp', over='k')", "ShardingError", "softmax isn't linear, so it can't take what"),
     ("axes.softmax(L(3, 4), 'q h k', over='k')", "ShardingError", "has 3 dims, the tensor 2: [3, 4]"),
-    ("axes.softmax([1.0], 'k', over='k')", "ShardingError", "softmax takes tensors; found list"),
+    ("axes.softmax([1.0], 'k', over='k')", "ShardingError", "axes.softmax takes a tensor; found list"),
     *[(f"axes.{name}(L(4).to({dtype}), 'a', over='a')", "ShardingError", "is of floats") for name in ("softmax", "log_softmax", "logsumexp", "entropy", "argmax", "rms_norm", "layer_norm") for dtype in ("torch.int64", "torch.complex64")],
     ("axes.rms_norm(L(3, 4), 'q k', over='k', weight=L(3))", "SizeError", "rms_norm: 'k' is 4 and 3\nin  q k@(), k@() -> q k@()"),
     ("axes.argmax(L(3, 4), 'q k', over='q k')", "ShardingError", "argmax is over one dim, like 'v'; found 'q k'"),

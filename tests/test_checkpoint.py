@@ -455,7 +455,7 @@ UNREADABLE = {
     "empty": (lambda at: at.mkdir(), "has no safetensors file"),
     "twice": (lambda at: (at.mkdir(), *(saved(at / f"{name}.safetensors", "w") for name in "ab")), "'w' is in two files, a.safetensors and b.safetensors"),
     "no.index.json": (lambda at: at.write_text('{"weights": 3}'), "can't be read as an index, {\"weight_map\": {name: file}}: KeyError: 'weight_map'"),
-    "other.index.json": (lambda at: (saved(at.parent / "a.safetensors", "w"), at.write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, "a.safetensors")}))), "a.safetensors has no tensor 'scale', which the index says it has"),
+    "other.index.json": (lambda at: (saved(at.parent / "a.safetensors", "w"), at.write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, "a.safetensors")}))), "a.safetensors has no tensor 'embedding.weight', which the index says it has"),
 }
 # fmt: on
 

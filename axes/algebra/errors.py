@@ -137,14 +137,15 @@ def shortened(name: object) -> str:
     return f"'{text}'" if len(text) <= _LONGEST_NAME else f"'{text[:_LONGEST_NAME]}...'"
 
 
-def shown(value: object) -> str:
-    """`value` as an error shows it: its repr, escaped and cut; its type where it has no repr.
+def shown(value: object, known: Iterable[str] | None = None) -> str:
+    """`value` as an error shows it: its repr, escaped and cut; its type where it has no repr. Then a near known name.
 
-    >>> shown([1, 2]), shown("cpu"), shown(10**5000)
-    ('[1, 2]', "'cpu'", 'int too long to show')
+    >>> shown([1, 2]), shown("cpu"), shown(10**5000), shown("wieght", ["weight", "bias"])
+    ('[1, 2]', "'cpu'", 'int too long to show', "'wieght'; did you mean 'weight'?")
     """
     text = printable(_written(value, repr)[: _LONGEST_NAME + 1])
-    return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."
+    near = "" if known is None else suggestion(str(value), known)
+    return f"{text if len(text) <= _LONGEST_NAME else f'{text[:_LONGEST_NAME]}...'}{near}"
 
 
 def _written(value: Any, write: Callable[[Any], str]) -> str:

@@ -10,15 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.sizes import checked_texts
-from axes.extension import read, shown, suggestion
-from axes.runtime.transforms import check_dense
+from axes.extension import boxes, dense, local, read, shown, written
 
 T = TypeVar("T", torch.Tensor, torch.nn.Module)
 
@@ -41,19 +39,17 @@ def annotate(thing: T, spec: str | Mapping[str, str]) -> T:
     {'weight': 'mlp embed', 'bias': 'mlp'}
     """
     if isinstance(thing, torch.nn.Module):
-        specs = checked_texts("a module is annotated by a mapping from names to specs", spec, "{'weight': 'f d'}")
+        specs = checked_specs("a module is annotated by a mapping from names to specs", spec, "{'weight': 'f d'}")
         own = dict(tensors_of(thing))
         for name, each in specs.items():
             if name not in own:
-                raise ShardingError(
-                    f"{type(thing).__name__} has no parameter or buffer {shown(name)}{suggestion(str(name), own)}"
-                )
+                raise ShardingError(f"{type(thing).__name__} has no parameter or buffer {shown(name, own)}")
             _check(each, own[name], f"{type(thing).__name__}.{name}")
         thing.__dict__[_ATTRIBUTE] = {**thing.__dict__.get(_ATTRIBUTE, {}), **specs}
     elif isinstance(thing, torch.Tensor):
         if not isinstance(spec, str):
             raise ShardingError(f"a tensor is annotated by one spec, like 'heads embed'; found {shown(spec)}")
-        check_dense(thing, "axes.annotate")
+        dense("axes.annotate", thing)
         _check(spec, thing, "the tensor")
         setattr(thing, _ATTRIBUTE, spec)
     else:
@@ -83,6 +79,32 @@ def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
+
+
+def checked_specs(what: str, values: object, hint: str) -> Mapping[str, str]:
+    """A mapping from text to text; `ShardingError`, with an example, for anything else."""
+    if not isinstance(values, Mapping) or not all(isinstance(each, str) for pair in values.items() for each in pair):
+        raise ShardingError(f"{what}, like {hint}; found {shown(values)}")
+    return values
+
+
+def fill(x: torch.Tensor, whole: Any) -> None:
+    """Copy this rank's part of a whole tensor, or of a file's, to where it is; autograd is told."""
+    shard = local(x)
+    with torch.no_grad():
+        for box in boxes(x):
+            if 0 not in box.sizes:
+                where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+                box.within(shard).copy_(whole[where])
+    written([x])
+
+
+def by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[list[str], torch.Tensor]]:
+    """Each tensor once, with all of its names: several where it is tied."""
+    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
 
 
 def _check(spec: str, tensor: torch.Tensor, what: str) -> None:

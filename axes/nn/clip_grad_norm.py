@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -35,15 +36,14 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import AxesError, MeshError, ShardingError
 from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
+from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_flag, tuple_of
-from axes.extension import local, shown
+from axes.extension import dense, local, shown
+from axes.nn.options import flag
 from axes.ops.collectives import pmax, psum
 from axes.ops.reshard import reshard
 from axes.runtime import torch_private
 from axes.runtime.sharded import sharding_of
-from axes.runtime.transforms import check_dense
 from axes.runtime.watching import within
 
 Tensors: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
@@ -51,9 +51,6 @@ Axis: TypeAlias = tuple[Any, Layout]
 """An axis of some mesh: all ranks of the job that the mesh is of, and the axis's layout among them."""
 
 AxisName: TypeAlias = str | tuple[str, ...]
-
-_EPSILON = 1e-6
-"""Added to the norm before the division, as torch's `clip_grad_norm_` does."""
 
 
 class NonFiniteNormError(AxesError, RuntimeError):
@@ -86,7 +83,7 @@ def total_norm(
     axes = _stage_axes(stages, mesh)
     every = distinct(tensors, "axes.nn.total_norm")
     for tensor in every:
-        check_dense(tensor, "axes.nn.total_norm")
+        dense("axes.nn.total_norm", tensor)
         if tensor.is_meta:
             raise ShardingError("axes.nn.total_norm takes tensors with values; found one on the device 'meta'")
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
@@ -137,7 +134,7 @@ def clip_grad_norm_(
     """
     order = _checked_number(norm_type, "norm_type is a number above 0, or math.inf", least=5e-324)
     limit = _checked_number(max_norm, "max_norm is a number from 0, or math.inf", least=0.0)
-    error_if_nonfinite = checked_flag("axes.nn.clip_grad_norm_: error_if_nonfinite", error_if_nonfinite)
+    flag("axes.nn.clip_grad_norm_: error_if_nonfinite", error_if_nonfinite)
     axes = _stage_axes(stages, mesh)
     every = distinct(parameters, "axes.nn.clip_grad_norm_")
     elsewhere = {id(each) for each in distinct(copies, "axes.nn.clip_grad_norm_")}
@@ -158,9 +155,8 @@ def clip_grad_norm_(
             "with error_if_nonfinite=False they are scaled all the same"
         )
     if limit < math.inf:
-        factor = (limit / (norm + _EPSILON)).clamp(max=1.0)
-        for group in _by_device_and_dtype([shard for shard in locals_ if shard is not None]):
-            torch_private.scale_all(group, factor.to(group[0].device))
+        scaled = [SimpleNamespace(grad=shard) for shard in locals_ if shard is not None]
+        torch.nn.utils.clip_grads_with_norm_(scaled, limit, norm)  # type: ignore[arg-type]
         torch.autograd.graph.increment_version([each for each in gradients if isinstance(each, DTensor)])
     return norm
 
@@ -175,13 +171,12 @@ def distinct(tensors: torch.Tensor | Iterable[torch.Tensor], function: str) -> l
     """
     if isinstance(tensors, torch.nn.Module):
         raise ShardingError(f"{function} takes tensors; found a module, so pass its module.parameters()")
-    if not isinstance(tensors, Iterable):
-        raise ShardingError(f"{function} takes tensors, like module.parameters(); found {type(tensors).__name__}")
-    found = (tensors,) if isinstance(tensors, torch.Tensor) else tuple_of(tensors)
-    if found is None:
+    try:
+        found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    except Exception:  # of a foreign object's own methods
         raise ShardingError(
-            f"{function} takes tensors; found {type(tensors).__name__}, which fails when it is iterated"
-        )
+            f"{function} takes tensors, like module.parameters(); found {type(tensors).__name__}"
+        ) from None
     for tensor in found:
         if not isinstance(tensor, torch.Tensor):
             hint = "; pass module.parameters(), without names" if isinstance(tensor, tuple | str) else ""
@@ -205,7 +200,7 @@ def settled_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
             f"the gradient of a DTensor of shape {list(parameter.shape)} is a plain tensor of shape "
             f"{list(gradient.shape)}; make it one by axes.shard or axes.from_local"
         )
-    if not torch_private.lie_alike(gradient, parameter):
+    if gradient.placements != parameter.placements or gradient.device_mesh != parameter.device_mesh:
         with torch.no_grad():
             parameter.grad = _sharded_as(gradient, parameter)
     return parameter.grad
@@ -231,12 +226,10 @@ def _checked_number(given: float, what: str, least: float) -> float:
 
 def _stage_axes(stages: AxisName, mesh: Mesh | None) -> dict[Axis, Mesh]:
     """The axes of the stages, those of size one left out, each with the mesh that has it."""
-    names = (stages,) if isinstance(stages, str) else tuple_of(stages)
-    if names is None or not all(isinstance(name, str) for name in names):
+    names = (stages,) if isinstance(stages, str) else stages
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise MeshError(f"stages is the name of an axis, or several; found {shown(stages)}")
-    if mesh is not None:
-        checked_mesh(mesh)
-    if not names:
+    if not names and mesh is None:
         return {}
     where = required_mesh(mesh, "axes.nn.clip_grad_norm_(stages=...)")
     layouts = [where.layout(name) for name in names]

@@ -12,23 +12,21 @@ element its bits. `torch.utils.checkpoint` puts the generator back, so that it d
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import numbers
 from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, use_mesh
+from axes.algebra.errors import ShardingError
+from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_flag, given_sizes, written_sizes
-from axes.extension import agree, draw, dtensor, linear, local, read, shown, whole
+from axes.algebra.sizes import given_sizes
+from axes.extension import agree, dense, draw, dtensor, linear, local, read, whole
 from axes.nn.functions import T, argmax, check_floats
+from axes.nn.options import flag, number
 from axes.runtime.leaves import used
-from axes.runtime.sharded import sharding_of, to_local
-from axes.runtime.transforms import check_dense, check_transforms
+from axes.runtime.sharded import sharding_of
 
 
 @torch.compiler.disable(reason="axes.nn.dropout draws its seed outside of the graph")
@@ -74,22 +72,14 @@ def dropout(
     >>> torch.equal(shard, whole[2:, 3:])
     True
     """
-    if not isinstance(x, torch.Tensor):
-        raise ShardingError(f"axes.nn.dropout takes a tensor; found {type(x).__name__}")
-    if not x.is_floating_point() or x.dtype.itemsize < 2:
-        raise ShardingError(f"axes.nn.dropout is of floats; found {x.dtype}. Write x.float()")
-    _check_probability(p)
-    check_dense(x, "axes.nn.dropout")
-    if mesh is not None:
-        checked_mesh(mesh)
+    check_floats("nn.dropout", x)
+    number("axes.nn.dropout: p is a probability, from 0 to 1", p, 0, 1)
     _check_seed("axes.nn.dropout", seed)
-    if spec is not None or isinstance(x, DTensor):
-        check_transforms("axes.nn.dropout", (x,))
-    sharding, shape = _placed("axes.nn.dropout", x, spec, mesh, dict(written_sizes(keywords, sizes)))
-    pending = () if sharding is None else sharding.pending
-    if any(op not in ("sum", "mean") for op, _ in pending):
+    dense("axes.nn.dropout", x, spec is not None or isinstance(x, DTensor))
+    sharding, shape = whole("axes.nn.dropout", x, spec, mesh, given_sizes(keywords, sizes))
+    if any(op not in ("sum", "mean") for op, _ in sharding.pending):
         raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")
-    if not checked_flag("axes.nn.dropout: training", training) or p == 0:
+    if not flag("axes.nn.dropout: training", training) or p == 0:
         return x
     bits = _seed("dropout", sharding, seed)
     if isinstance(x, DTensor):
@@ -120,16 +110,13 @@ def sample(
     >>> sample(torch.tensor([[0.0, 100.0, 0.0]]), "b v", over="v", seed=7).tolist()
     [1]
     """
-    if not isinstance(temperature, numbers.Real) or not 0 <= temperature <= 1e300:
-        raise ShardingError(f"axes.nn.sample: temperature is a number from 0; found {shown(temperature)}")
+    number("axes.nn.sample: temperature is a number from 0", temperature, 0, 1e300)
     _check_seed("axes.nn.sample", seed)
-    check_floats("axes.nn.sample", logits)
+    check_floats("nn.sample", logits)
     if temperature == 0:
         return argmax(logits, spec, over, mesh, **sizes)
-    if isinstance(logits, DTensor):
-        sharding, shape = sharding_of(logits), tuple(logits.shape)
-    else:
-        sharding, shape = whole("axes.nn.sample", logits, spec, mesh, sizes)
+    sharding, shape = whole("axes.nn.sample", logits, None if isinstance(logits, DTensor) else spec, mesh, sizes)
+    if not isinstance(logits, DTensor):
         names = [str(dim.factors[0].name) for dim in read(spec).operands[0].dims]
         sizes = {name: size for name, size in zip(names, shape, strict=True) if name == over}
     shard = local(logits)
@@ -146,9 +133,9 @@ class Dropout(torch.nn.Module):
 
     def __init__(self, p: float = 0.5, spec: str | None = None, **sizes: int):
         super().__init__()
-        _check_probability(p)
+        number("axes.nn.dropout: p is a probability, from 0 to 1", p, 0, 1)
         dims = () if spec is None else read(spec).spec.dims
-        given_sizes(sizes, None, (), [str(factor.name) for dim in dims for factor in dim.factors if factor.name])
+        given_sizes(sizes, None, (), [str(factor.name) for dim in dims for factor in dim.factors])
         self.p, self.spec, self.sizes = p, spec, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,49 +149,17 @@ class Dropout(torch.nn.Module):
 
 
 def _check_seed(what: str, seed: object) -> None:
-    is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
-    if seed is not None and not (is_whole and -(2**63) <= int(seed) < 2**64):  # type: ignore[call-overload]
-        raise ShardingError(f"{what}: seed is a whole number of at most 64 bits; found {shown(seed)}")
-
-
-def _check_probability(p: object) -> None:
-    if isinstance(p, bool) or not isinstance(p, numbers.Real) or not p <= 1 or p < 0:
-        raise ShardingError(f"axes.nn.dropout: p is a probability, from 0 to 1; found {shown(p)}")
-
-
-# --- where a tensor lies
-
-
-def _placed(
-    what: str, x: torch.Tensor, spec: str | None, mesh: Mesh | None, sizes: Mapping[str, int]
-) -> tuple[Sharding | None, tuple[int, ...]]:
-    """How a tensor is sharded, and its whole shape; None where every element is here."""
-    around = ambient_mesh() if mesh is None else mesh
-    if isinstance(x, DTensor):
-        with contextlib.nullcontext() if around is None else use_mesh(around), torch.no_grad():
-            to_local(x, spec)  # refuses a spec that isn't that of the tensor
-        return sharding_of(x), tuple(x.shape)
-    if spec is not None:
-        sharding, shape = whole(what, x, spec, mesh, sizes)
-        if sharding.mesh.coordinate is None:
-            held = f"rank {sharding.mesh.rank} isn't one of the ranks of {sharding.mesh!r}"
-            raise MeshError(f"{held}, so it holds no shard\nin  {spec}")
-        return sharding, shape
-    if around is not None and around.size > 1:
-        raise ShardingError(
-            f"{what} of a plain tensor on {around!r} needs to know which part of the whole it is; write "
-            "a spec, as in axes.nn.dropout(x, 0.1, 'b@dp s d')"
-        )
-    return None, tuple(x.shape)
+    if seed is not None:
+        number(f"{what}: seed is a whole number of at most 64 bits", seed, -(2**63), 2**64 - 1, whole=True)
 
 
 # --- what is dropped
 
 
-def _seed(what: str, sharding: Sharding | None, seed: int | None) -> int:
+def _seed(what: str, sharding: Sharding, seed: int | None) -> int:
     """The seed of a call, mixed so that neighbouring seeds have nothing in common."""
     if seed is None:
-        if sharding is not None and sharding.mesh.size > 1:
+        if sharding.mesh.size > 1:
             _compare_generators(sharding.mesh)
         seed = int(torch.randint(2**62, (1,), dtype=torch.int64, device="cpu"))
     return int.from_bytes(hashlib.sha256(f"{what} {int(seed)}".encode()).digest()[:7], "big")
@@ -220,7 +175,7 @@ def _compare_generators(mesh: Mesh) -> None:
     agree("the first axes.nn.dropout or sample", ranks, said, advice=advice, device_type=device_type, once=True)
 
 
-def _without(x: torch.Tensor, sharding: Sharding | None, shape: tuple[int, ...], seed: int, p: float) -> torch.Tensor:
+def _without(x: torch.Tensor, sharding: Sharding, shape: tuple[int, ...], seed: int, p: float) -> torch.Tensor:
     """A shard without the elements that are dropped."""
     kept = draw(torch.empty(x.shape, dtype=torch.bool, device=x.device), sharding, shape, seed, "kept", p)
     return torch.where(kept, x if p == 1 else x * (1 / (1 - p)), 0.0)

@@ -35,20 +35,17 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError
 from axes.algebra.mesh import Mesh, use_mesh
-from axes.algebra.sizes import given_sizes, whole_number
-from axes.extension import linear, read, shown, suggestion
-from axes.ops.autocast import of_function
+from axes.algebra.sizes import given_sizes
+from axes.extension import dense, linear, read, shown
+from axes.nn.options import number
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, pmin, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import shard_map
-from axes.runtime import torch_private
-from axes.runtime.graphs import read_once
-from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_transforms
 
 T = TypeVar("T", bound=torch.Tensor)
+Read = TypeVar("Read", bound=Callable[..., Any])
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
 Specs = tuple[Any, Any, Any]
@@ -136,9 +133,7 @@ def topk(x: T, spec: str, k: int, /, over: str, mesh: Mesh | None = None, **size
     >>> values.tolist(), indices.tolist()
     ([[5.0, 3.0]], [[1, 2]])
     """
-    count = whole_number(k)
-    if count is None or not 1 <= count < 2**31:
-        raise ShardingError(f"topk's k is a whole number from 1; found {shown(k)}")
+    count = number("topk's k is a whole number from 1", k, 1, 2**31 - 1, whole=True)
     form, whole = _of_one_dim("topk", spec, over, x, sizes)
     dims = ["_" if dim == form.worked[0].name else dim for dim in form.names]
     local = functools.partial(_topk, form.worked[0], whole, count)
@@ -230,15 +225,12 @@ def cross_entropy(
     2.0794
     """
     form = _loss_form(expression)
-    ignored = whole_number(ignore_index)
-    if ignored is None or not -(2**63) <= ignored < 2**63:
-        raise ShardingError(f"cross_entropy's ignore_index is a whole number; found {shown(ignore_index)}")
+    most = 2**63 - 1
+    ignored = number("cross_entropy's ignore_index is a whole number", ignore_index, -most, most, whole=True)
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shown(reduction)}")
-    if not isinstance(label_smoothing, numbers.Real) or not 0 <= label_smoothing <= 1:
-        raise ShardingError(f"cross_entropy's label_smoothing is a number from 0 to 1; found {shown(label_smoothing)}")
-    if not isinstance(z_loss, numbers.Real) or not 0 <= z_loss < math.inf:
-        raise ShardingError(f"cross_entropy's z_loss is a number from 0, like 1e-4; found {shown(z_loss)}")
+    number("cross_entropy's label_smoothing is a number from 0 to 1", label_smoothing, 0, 1)
+    number("cross_entropy's z_loss is a number from 0, like 1e-4", z_loss, 0, 1e300)
     check_integers("cross_entropy", "labels", labels)
     (whole,) = _wholes(form.over.worked, logits, sizes)
     local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignored, label_smoothing, z_loss)
@@ -276,9 +268,8 @@ def checked_padding(padding_idx: object, rows: int | None = None) -> int | None:
     """`padding_idx` as a plain `int`; an error where it is none, or not one of so many rows."""
     if padding_idx is None:
         return None
-    found = whole_number(padding_idx)
-    if found is None or not -(2**63) <= found < 2**63:
-        raise ShardingError(f"embedding's padding_idx is the number of a row; found {shown(padding_idx)}")
+    most = 2**63 - 1
+    found: int = number("embedding's padding_idx is the number of a row", padding_idx, -most, most, whole=True)
     if rows is not None and not -rows <= found < rows:
         raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {shown(found)}")
     return found
@@ -331,7 +322,22 @@ def checked_eps(eps: float | None) -> None:
         raise ShardingError(f"eps is a number from 0, like 1e-5; found {shown(eps)}")
 
 
-@read_once
+def _read_once(reading: Read) -> Read:
+    """A function of texts, cached; to `torch.compile` its result is a constant."""
+    kept = functools.lru_cache(maxsize=4096)(reading)
+
+    @torch.compiler.assume_constant_result
+    @functools.wraps(reading)
+    def read_or_kept(*texts: Any) -> Any:
+        try:
+            return kept(*texts)
+        except TypeError:
+            return reading(*texts)  # whose error says that it isn't text
+
+    return read_or_kept  # type: ignore[return-value]
+
+
+@_read_once
 def _form(what: str, spec: str, over: Axes) -> _Form:
     tree = read(spec).spec
     if tree.pending:
@@ -339,10 +345,8 @@ def _form(what: str, spec: str, over: Axes) -> _Form:
     known = [_name(dim) for dim in tree.dims]
     for name in over or ("",):
         if name not in known:
-            hint = suggestion(name, filter(None, known))
-            raise ExpressionError(
-                f"{what} is over dims of the spec by name; found {shown(name)}{hint}", spec, 0, len(spec)
-            )
+            found = shown(name, filter(None, known))
+            raise ExpressionError(f"{what} is over dims of the spec by name; found {found}", spec, 0, len(spec))
     dots = known.index("...") if "..." in known else len(known)
     dims = [_explicit(dim) if name in over else str(dim) for dim, name in zip(tree.dims, known, strict=True)]
     worked = [
@@ -392,7 +396,7 @@ class _Loss:
     same: Axes
 
 
-@read_once
+@_read_once
 def _loss_form(expression: str) -> _Loss:
     logits, labels, result = _three_named("cross_entropy", expression, "logits, labels -> loss")
     ours, theirs, kept = ({_name(dim): dim for dim in spec.dims} for spec in (logits, labels, result))
@@ -437,7 +441,7 @@ def rows_of_table(expression: str) -> int:
     return _table_form(expression).rows.dim
 
 
-@read_once
+@_read_once
 def _table_form(expression: str) -> _Table:
     ids, table, result = _three_named("embedding", expression, "ids, table -> rows")
     known, columns, wanted = ([_name(dim) for dim in spec.dims] for spec in (ids, table, result))
@@ -493,15 +497,10 @@ def _applied(
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
         return shard_map(local, expression, mesh)(*tensors)
+    tensors = [dense(f"axes.{what}", x, "@" in expression) for x in tensors]
     if any(distributed):
-        for x in tensors:
-            check_not_wrapped(f"axes.{what}", x)
         raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
     _check_shapes(what, expression, tensors)
-    if "@" in expression and torch_private.transforms_are_on():
-        check_transforms(f"axes.{what}", tensors)
-    if not torch.compiler.is_compiling():
-        tensors = [as_plain(x) for x in tensors]
     if mesh is None:
         return local(*tensors)
     with use_mesh(mesh):
@@ -510,51 +509,51 @@ def _applied(
 
 def _cast(what: str, local: Local, *tensors: torch.Tensor) -> torch.Tensor:
     """The function of tensors in the dtype in which autocast has torch compute it."""
-    if not (torch.compiler.is_compiling() or torch_private.autocast_may_be_on()):
-        return local(*tensors)
-    floats = [x for x in tensors if x.is_floating_point()]
-    for x in floats[:1]:
-        dtype = of_function(what, x.dtype, x.device.type)
-        if dtype != x.dtype:
-            tensors = tuple([x.to(dtype) if x.is_floating_point() else x for x in tensors])
+    x = tensors[0] if tensors[0].is_floating_point() else tensors[1]
+    if _is_widened(what, x.dtype, x.device.type):
+        tensors = tuple([x.float() if x.is_floating_point() else x for x in tensors])
     return local(*tensors)
 
 
-@read_once
-def _operands(expression: str) -> tuple[tuple[str | None, ...], ...]:
-    """For each operand the names of its dims."""
-    return tuple(tuple(map(_name, spec.dims)) for spec in read(expression).operands)
+@torch.compiler.assume_constant_result
+def _is_widened(what: str, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether autocast has torch compute one of its functions in 32 bits; to a graph a constant."""
+    wide = ("cross_entropy",) if device_type == "cpu" else ("cross_entropy", "layer_norm", "logsumexp", "softmax")
+    return what in wide and dtype in _HALVES and torch.is_autocast_enabled(device_type)
+
+
+@_read_once
+def _operands(expression: str) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
+    """For each operand its spec and the names of its dims."""
+    return tuple((str(spec), tuple(map(_name, spec.dims))) for spec in read(expression).operands)
 
 
 def _check_shapes(what: str, expression: str, tensors: Sequence[torch.Tensor]) -> None:
     """Refuses plain tensors that don't have the dims of their specs, or have a name in two sizes."""
     found: dict[str, int] = {}
-    for at, (x, names) in enumerate(zip(tensors, _operands(expression), strict=True)):
-        if not isinstance(x, torch.Tensor):
-            raise ShardingError(f"{what} takes tensors; found {type(x).__name__}")
-        check_dense(x, f"axes.{what}")
-        dots = names.index("...") if "..." in names else len(names)
-        behind = len(names) - dots - 1
-        if x.ndim != len(names) and (behind < 0 or x.ndim < len(names) - 1):
-            spec, dims = read(expression).operands[at], len(names) - (behind >= 0)
+    for x, (spec, names) in zip(tensors, _operands(expression), strict=True):
+        named = names
+        if "..." in names:
+            at = names.index("...")
+            named = (*names[:at], *[None] * (x.ndim - len(names) + 1), *names[at + 1 :])
+        if len(named) != x.ndim:
+            dims = len(names) - ("..." in names)
             raise ShardingError(f"{what}: the spec '{spec}' has {dims} dims, the tensor {x.ndim}: {list(x.shape)}")
-        pairs = [*zip(names[:dots], x.shape, strict=False)]
-        pairs += [*zip(names[dots + 1 :], x.shape[x.ndim - behind :], strict=True)] if behind > 0 else []
-        for name, size in pairs if len(tensors) > 1 and not torch.compiler.is_compiling() else ():
+        for name, size in zip(named, x.shape, strict=True) if not torch.compiler.is_compiling() else ():
             if name is not None and found.setdefault(name, size) != size:
                 raise SizeError(f"{what}: '{name}' is {found[name]} and {size}\nin  {expression}")
-    devices = sorted({str(x.device) for x in tensors}) if len(tensors) > 1 else []
+    devices = {x.device for x in tensors}
     if len(devices) > 1:
-        raise ShardingError(f"{what}: the tensors are on {' and '.join(devices)}; move them to one device")
+        raise ShardingError(
+            f"{what}: the tensors are on {' and '.join(sorted(map(str, devices)))}; move them to one device"
+        )
 
 
 def check_floats(what: str, x: torch.Tensor) -> None:
     """`ShardingError` for what is no dense tensor of floats."""
-    if not isinstance(x, torch.Tensor):
-        raise ShardingError(f"{what} takes tensors; found {type(x).__name__}")
+    dense(f"axes.{what}", x)
     if not x.is_floating_point() or x.dtype.itemsize < 2:
-        raise ShardingError(f"{what} is of floats; found {x.dtype}. Write x.float()")
-    check_dense(x, f"axes.{what}")
+        raise ShardingError(f"axes.{what} is of floats; found {x.dtype}. Write x.float()")
 
 
 def check_integers(what: str, which: str, x: torch.Tensor) -> None:
@@ -605,7 +604,10 @@ def _part(worked: Worked, x: torch.Tensor, whole: int | None) -> tuple[int | tor
         sizes = all_gather(x.new_full((1,), local, dtype=torch.int64), worked.axes)
         return sizes[: axis_index(worked.axes)].sum(), sizes.sum()
     whole = local if whole is None else whole
-    start, stop = nested_chunk(whole, [(axis_size(axis), axis_index(axis)) for axis in worked.axes])
+    start, stop = 0, whole
+    for axis in worked.axes:
+        piece, at = -(-(stop - start) // axis_size(axis)), axis_index(axis)
+        start, stop = min(stop, start + at * piece), min(stop, start + (at + 1) * piece)
     if stop - start != local:
         raise SizeError(f"'{worked.name}' is {whole} in whole and so {stop - start} on this rank; found {local}")
     return start, whole
@@ -815,16 +817,12 @@ def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor
     return found.masked_fill(found.isneginf(), 0.0)
 
 
-def _count(form: _Form, wholes: Sequence[int | None], x: torch.Tensor) -> int | torch.Tensor:
+def _count(form: _Form, wholes: Sequence[int | None], x: torch.Tensor) -> Any:
     """How many elements are worked over in whole; where ranks must tell each other, a tensor."""
-    count: int = 1
-    unknown: Axes = ()
+    count: Any = 1
     for worked, whole in zip(form.worked, wholes, strict=True):
-        if whole is None and _is_split(worked):
-            count, unknown = count * x.shape[worked.dim], (*unknown, *worked.axes)
-        else:
-            count = count * _part(worked, x, whole)[1]
-    return psum(x.new_full((), count, dtype=torch.int64), unknown) if unknown else count
+        count = count * _part(worked, x, whole)[1]
+    return count
 
 
 def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError
-from axes.algebra.sizes import checked_flag, checked_size, given_sizes
+from axes.algebra.sizes import given_sizes
 from axes.extension import read, shown
 from axes.nn.annotations import annotate
 from axes.nn.functions import (
@@ -39,6 +39,7 @@ from axes.nn.functions import (
     rows_of_table,
     three_specs,
 )
+from axes.nn.options import flag
 from axes.ops.einops_ops import einsum
 
 
@@ -64,7 +65,7 @@ class Named(torch.nn.Module):
     def size(self, name: str, spec: Any) -> int:
         """The size of a name, by keyword or inline."""
         inline = [factor.size for dim in spec.dims for factor in dim.factors if factor.name == name and factor.size]
-        found = checked_size(name, self.sizes[name]) if name in self.sizes else next(iter(inline), None)
+        found = self.sizes.get(name, next(iter(inline), None))
         if found is None:
             raise SizeError(f"{shown(name)} needs a size, like {name}=8\nin  {self.text}")
         return found
@@ -232,7 +233,7 @@ class LayerNorm(Named):
         checked_eps(eps)
         self.over, self.eps, own = over, eps, _dims_over(spec, over)
         self.weight, self.split = self.parameter(own, device, dtype), _split_sizes(own, self.sizes)
-        self.bias = self.parameter(own, device, dtype) if checked_flag("LayerNorm: bias", bias) else None
+        self.bias = self.parameter(own, device, dtype) if flag("LayerNorm: bias", bias) else None
         self.named(weight=own, **({"bias": own} if bias else {}))
 
     def reset_parameters(self) -> None:

@@ -18,7 +18,6 @@ Nothing is copied: a DTensor's state and the plain tensor that the step changes 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
@@ -28,12 +27,11 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.sizes import checked_flag
-from axes.extension import dtensor, shown
+from axes.extension import dense, dtensor, shown
 from axes.extension import local as local_tensor
 from axes.nn.clip_grad_norm import settled_gradient
+from axes.nn.options import flag
 from axes.runtime import torch_private
-from axes.runtime.transforms import check_dense
 
 Parameters = Iterable[Any]
 """As torch's optimizers take them: tensors, pairs of a name and a tensor, or dicts of groups with options."""
@@ -91,7 +89,7 @@ def local_optimizer(
             f"axes.nn.local_optimizer takes a class of optimizers, such as torch.optim.AdamW; found {shown(optimizer)}"
         )
     if elementwise is not None:
-        checked_flag("axes.nn.local_optimizer: options go by name, like lr=0.001; elementwise", elementwise)
+        flag("axes.nn.local_optimizer: options go by name, like lr=0.001; elementwise", elementwise)
     if not (optimizer in ELEMENTWISE if elementwise is None else elementwise):
         said = "isn't known to step" if elementwise is None else "is said, by elementwise=False, not to step"
         raise ShardingError(
@@ -110,7 +108,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """`ShardingError` for options with which a rank can't step its shards by themselves."""
     for key, value in options.items():
         if key != "params" and isinstance(value, torch.Tensor):
-            check_dense(value, "axes.nn.local_optimizer")
+            dense("axes.nn.local_optimizer", value)
             if value.numel() > 1 or isinstance(value, DTensor):
                 raise ShardingError(
                     f"axes.nn.local_optimizer: the option '{key}' is {shown(value)}; steps on shards take one number, "
@@ -178,11 +176,8 @@ class LocalSteps(optim.Optimizer):
                 if x is not gradient:
                     p.grad = None if x is None else dtensor(x, p)
             # torch's fused steps count no version of what they write.
-            moved = [
-                gradient is not None or _versions(written[p]) != before[p]
-                for p, gradient in zip(sharded, given, strict=True)
-            ]
-            changed = list(itertools.compress(sharded, moved))
+            steps = zip(sharded, given, strict=True)
+            changed = [p for p, gradient in steps if gradient is not None or _versions(written[p]) != before[p]]
             states = [value for p in changed for value in kept.get(p, {}).values() if isinstance(value, DTensor)]
             torch.autograd.graph.increment_version([*changed, *states])
             self._keep(local, made)
@@ -240,7 +235,8 @@ def _local_state(parameter: DTensor, state: State) -> State:
     found = {}
     for key, value in state.items():
         if isinstance(value, DTensor):
-            said = "" if torch_private.lie_alike(value, parameter) else f"{value.placements} on {value.device_mesh}"
+            same = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
+            said = "" if same else f"{value.placements} on {value.device_mesh}"
         else:
             many = isinstance(value, torch.Tensor) and value.numel() > 1
             said = f"a plain tensor of shape {list(value.shape)}" if many else ""
@@ -250,7 +246,7 @@ def _local_state(parameter: DTensor, state: State) -> State:
                 f"{parameter.placements} on {parameter.device_mesh}. Load state by "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
             )
-        found[key] = torch_private.local_of(value) if isinstance(value, DTensor) else value
+        found[key] = local_tensor(value) if isinstance(value, torch.Tensor) else value
     return found
 
 
@@ -260,7 +256,7 @@ def _whole_state(optimizer: type[optim.Optimizer], parameter: DTensor, made: Sta
     numbers = _NUMBERS if optimizer in ELEMENTWISE else ()
     for key, value in made.items():
         old = before.get(key)
-        if isinstance(old, DTensor) and torch_private.local_of(old) is value:
+        if isinstance(old, DTensor) and local_tensor(old) is value:
             found[key] = old
         else:
             is_whole = isinstance(value, torch.Tensor) and value.shape == shape and key not in numbers

@@ -7,27 +7,29 @@ The module stays the one that it was: its parameters are replaced by DTensors, i
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.logical import Rules, ambient_rules, checked_rules
-from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
-from axes.algebra.name_patterns import NamePatterns
+from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_flag, checked_texts, given_sizes, written_sizes
-from axes.extension import dtensor, read, shown, suggestion
-from axes.nn.annotations import annotated, tensors_of
+from axes.algebra.sizes import given_sizes
+from axes.extension import dtensor, read, shown
+from axes.nn.annotations import annotated, by_tensor, checked_specs, fill, tensors_of
 from axes.nn.deferred import made_by_initializers
+from axes.nn.options import flag
+from axes.ops.collectives import all_gather
 from axes.ops.module_regions import note_sharded
-from axes.runtime.factories import agreed_seeds
 from axes.runtime.leaves import resolving
-from axes.runtime.sharded import sharding_in_torch, take_shard
+from axes.runtime.sharded import sharding_in_torch
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -40,15 +42,11 @@ _WHOLE = "..."
 
 @dataclass(frozen=True)
 class _Placed:
-    """A tensor of the module: its names (several where it is tied), its spec, and its sharding on the mesh.
-
-    said: who gave the spec, a pattern or "annotation"; nothing for a buffer that stays whole unmentioned.
-    """
+    """A tensor of the module: its names (several where it is tied), its spec, and its sharding on the mesh."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
     logical: str
-    said: str
     sharding: Sharding
 
     @property
@@ -88,10 +86,9 @@ def shard_module(
 
     With `dry_run` nothing changes: a table is printed of parameters, specs, shapes and bytes on this rank.
 
-    Raises `ShardingError` with the names of uncovered parameters, of patterns that match nothing or stand behind a
-    wider one, of a rule about no dim that is called nearly like one without a rule, of tied names with two specs, of
-    parameters that are sharded already, that have no mesh or that no initializer makes; before anything is changed,
-    but for the last.
+    Raises `ShardingError` with the names of uncovered parameters, of patterns that never apply, of a strict rule about
+    no dim, of tied names with two specs, of parameters that are sharded already, that have no mesh or that no
+    initializer makes; before anything is changed, but for the last.
 
         with torch.device("meta"):
             model = Transformer(config)
@@ -101,31 +98,29 @@ def shard_module(
         raise ShardingError(f"axes.shard_module takes a module; found {type(module).__name__}")
     meshes = _meshes(mesh)
     rules = ambient_rules() if rules is None else checked_rules(rules, "axes.shard_module")
-    given = dict(written_sizes(keywords, sizes))
-    if specs is not None:
-        checked_texts("specs map patterns of names to specs", specs, "{'*.weight': 'f d'}")
-    dry_run = checked_flag("dry_run", dry_run)
-    if not dry_run:
-        for each in meshes.values():
-            each._bound("axes.shard_module")
-    entries = _entries(module, specs or {}, meshes, rules, given)
+    given = given_sizes(keywords, sizes)
+    specs = {} if specs is None else checked_specs("specs map patterns of names to specs", specs, "{'*.weight': 'f d'}")
+    for each in () if flag("dry_run", dry_run) else meshes.values():
+        each._bound("axes.shard_module")
+    entries = _entries(module, specs, meshes, rules, given)
     if dry_run:
         print(_table(entries, meshes, rules))
         return module
     deferred: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for entry in entries:
-            made = _made(entry)
-            for name in entry.names:
-                owner, own = _holder(module, name)
-                is_parameter = own in owner._parameters
-                (owner._parameters if is_parameter else owner._buffers)[own] = made  # type: ignore[index]
-                if is_parameter or entry.sharding.used:  # a buffer that every rank has whole may be a plain one as well
-                    note_sharded(owner, own, str(entry.sharding.spec))
-            (deferred if entry.tensor.is_meta else others)[entry.names[0]] = made
+    for entry in entries:
+        made = _made(entry)
+        # A buffer that every rank has whole may be a plain one as well.
+        noted = isinstance(made, torch.nn.Parameter) or bool(entry.sharding.used)
+        for path, _, own in (name.rpartition(".") for name in entry.names):
+            owner = module.get_submodule(path)
+            places: dict[str, Any] = owner._parameters if own in owner._parameters else owner._buffers
+            places[own] = made
+            if noted:
+                note_sharded(owner, own, str(entry.sharding.spec))
+        (deferred if entry.tensor.is_meta else others)[entry.names[0]] = made
     if deferred:
-        seeds = agreed_seeds(meshes.values())
+        seeds = _seeds(meshes.values())
         by_name = {entry.names[0]: seeds[entry.sharding.mesh] for entry in entries}
         made_by_initializers(module, deferred, others, by_name)
     return module
@@ -139,7 +134,18 @@ def _meshes(mesh: Mesh | Mapping[str, Mesh] | None) -> dict[str, Mesh]:
         raise ShardingError("axes.shard_module: mesh={} names no mesh; write a mesh, or {'*': mesh}")
     if not all(isinstance(pattern, str) for pattern in mesh):
         raise ShardingError(f"axes.shard_module: mesh maps patterns of names to meshes; found {shown(mesh)}")
-    return {pattern: checked_mesh(each) for pattern, each in mesh.items()}
+    return {pattern: required_mesh(each, "axes.shard_module") for pattern, each in mesh.items()}
+
+
+def _seeds(meshes: Iterable[Mesh]) -> dict[Mesh, int]:
+    """For each mesh a seed, from the default generator of its first rank. A rank draws one number for all meshes."""
+    # By the generator of the CPU, whatever torch.set_default_device says.
+    seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
+    found = dict.fromkeys(meshes, int(seed))
+    for mesh in found:
+        if mesh.size > 1 and mesh.coordinate is not None:
+            found[mesh] = int(all_gather(seed.to(mesh.device_mesh.device_type), mesh.axis_names, mesh=mesh)[0])
+    return found
 
 
 def _entries(
@@ -150,107 +156,62 @@ def _entries(
     sizes: dict[str, int],
 ) -> list[_Placed]:
     """Every tensor of the module with what is said of it."""
-    own = annotated(module)
-    tables = NamePatterns(specs), NamePatterns(meshes)
-    by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in tensors_of(module):
-        by_id.setdefault(id(tensor), (tensor, []))[1].append(name)
+    annotations, named = annotated(module), tensors_of(module)
+    every = [*(name for name, _ in named), *_names_of_nothing(module)]
+    spec_of, mesh_of = _firsts(specs, every), _firsts(meshes, every)
     parameters = {id(p) for p in module.parameters()}
-    used: set[str] = set()
-    found, uncovered, needed = [], [], set()
-    without_mesh: list[str] = []
-    for tensor, names in by_id.values():
+    found, uncovered, without_mesh = [], "", ""
+    for names, tensor in by_tensor(named):
         if isinstance(tensor, DTensor):
             raise ShardingError(
                 f"{names[0]} is sharded already; shard_module takes a module of plain tensors. Say all specs in one "
                 "call, or make the module anew"
             )
-        said = _said(names, specs, tables[0], own)
-        used.update(pattern for _, pattern in said.values())
-        if not said and id(tensor) in parameters:
-            uncovered.append(f"  {' = '.join(names)}  {list(tensor.shape)}")
-            continue
-        homes = {name: pattern for name in names if (pattern := tables[1].first(name)) is not None}
-        used.update(homes.values())
-        if len({meshes[pattern] for pattern in homes.values()}) > 1:
-            each = "\n".join(f"  {name}  {meshes[pattern]!r}" for name, pattern in homes.items())
-            raise ShardingError(f"one tensor under {len(names)} names, tied, has two meshes:\n{each}\ngive it one")
-        mesh = next((meshes[pattern] for pattern in homes.values()), None)
-        if mesh is None:
-            without_mesh.append(f"  {' = '.join(names)}  {list(tensor.shape)}")
-            continue
-        ways = []
-        for name, (spec, who) in (said or {names[0]: (_WHOLE, "")}).items():
-            mine = {each: size for each, size in sizes.items() if each in _names(spec)}
-            needed |= set(mine)
-            sharding = _sharding(module, name, tensor, (spec, who), mesh, rules, mine)
-            ways.append(_Placed(tuple(names), tensor, spec, who, sharding))
-        if not all(way.sharding.is_equivalent(ways[0].sharding, tuple(tensor.shape)) for way in ways):
-            each = "\n".join(f"  {name}  {spec}    ({who})" for name, (spec, who) in said.items())
-            raise ShardingError(f"one tensor under {len(names)} names, tied, has two specs:\n{each}\ngive it one")
-        found.append(ways[0])
+        said = {name: (annotations[name], "annotation") for name in names if name in annotations}
+        said |= {name: (specs[spec_of[name]], spec_of[name]) for name in names if name in spec_of}
+        # `*` is about all others: of a tied tensor it speaks where nothing else does under any of its names.
+        said = {name: each for name, each in said.items() if each[1] != _OTHERS} or said
+        if not said and id(tensor) not in parameters:
+            said = {names[0]: (_WHOLE, "")}
+        homes = {name: meshes[mesh_of[name]] for name in names if name in mesh_of}
+        described = f"  {' = '.join(names)}  {list(tensor.shape)}\n"
+        uncovered += "" if said else described
+        without_mesh += "" if homes else described
+        if said and homes:
+            found.append(_placed(module, names, tensor, said, homes, rules, sizes))
     if without_mesh:
         raise ShardingError(
-            "no pattern of mesh= is about\n" + "\n".join(without_mesh) + "\n"
-            "name them, or say where all others are: {..., '*': mesh}"
+            f"no pattern of mesh= is about\n{without_mesh}name them, or say where all others are: {{..., '*': mesh}}"
         )
     if uncovered:
         raise ShardingError(
-            "no pattern or annotation is about\n" + "\n".join(uncovered) + "\n"
+            f"no pattern or annotation is about\n{uncovered}"
             "name them, or say of all others that they are whole on every rank: {..., '*': '...'}"
         )
-    known = [name for _, names in by_id.values() for name in names]
-    every = [*known, *_names_of_nothing(module)]
-    matched = {table.patterns[number] for table in tables for name in every for number in table.numbers(name)}
-    patterns = [*specs, *(pattern for pattern in meshes if pattern != _OTHERS)]
-    idle = [pattern for pattern in patterns if pattern not in used and pattern not in matched]
-    if idle:
-        hints = "\n".join(f"  {pattern!r}{suggestion(pattern, known)}" for pattern in idle)
-        raise ShardingError(f"no parameter or buffer matches\n{hints}")
-    for table in tables:
-        for at, pattern in enumerate(table.patterns):
-            first = at if pattern in used else next(table.numbers(pattern), at)
-            if first < at:
-                wider = table.patterns[first]
-                raise ShardingError(
-                    f"the pattern {pattern!r} never applies: {wider!r} stands before it and matches all that it does; "
-                    f"the first that matches applies, so put {pattern!r} before {wider!r}"
-                )
-    if rules is not None:
-        _check_rules(rules, {name for each in found for name in _names(each.logical)})
-    given_sizes(sizes, None, (), sorted(needed), "any spec")
+    for patterns, firsts in ((specs, spec_of), (meshes, mesh_of)):
+        idle = [pattern for pattern in patterns if pattern != _OTHERS and pattern not in firsts.values()]
+        if idle:
+            raise ShardingError(
+                f"these patterns never apply: {', '.join(map(repr, idle))}\nthe first that matches a name applies, so "
+                "put a pattern before the wider ones, and leave out one that matches no parameter or buffer; names are "
+                f"{', '.join(every[:8])}{' ...' if len(every) > 8 else ''}"
+            )
+    names_of_dims = sorted({name for each in found for name in _names(each.logical)})
+    for rule in rules.rules if rules is not None and rules.strict else ():
+        if rule.axes and rule.name not in (*names_of_dims, _WHOLE):
+            raise ShardingError(
+                f"the rule {rule} is strict, and about no dim of a parameter; found {', '.join(names_of_dims)}. Rules "
+                "for activations are a table of their own"
+            )
+    given_sizes(sizes, None, (), names_of_dims, "any spec")
     return found
 
 
-def _check_rules(rules: Rules, names: set[str]) -> None:
-    """Refuses a rule about no dim whose name is nearly that of one without a rule: `('...', None)` would hide it."""
-    without = sorted(names - {*rules.names, "_", _WHOLE})
-    for rule in rules.rules:
-        near = suggestion(rule.name, without)
-        if rule.axes and rule.name not in names and near.startswith("; did you mean"):
-            raise ShardingError(
-                f"the rule {rule} is about no dim of a parameter{near}\n{', '.join(without)} "
-                f"{'stays' if len(without) == 1 else 'stay'} whole by the last rule, ('...', None); where that is "
-                f"meant, write {without[0]}=None"
-            )
-
-
-def _said(
-    names: Sequence[str], specs: Mapping[str, str], patterns: NamePatterns, annotated: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
-    """For each name of a tensor that somebody speaks of: the spec, and which pattern it is of.
-
-    `*` is about all others: of a tied tensor it speaks where nothing else does under any of its names.
-    """
-    found: dict[str, tuple[str, str]] = {}
-    for name in names:
-        pattern = patterns.first(name)
-        if pattern is not None:
-            found[name] = specs[pattern], pattern
-        elif name in annotated:
-            found[name] = annotated[name], "annotation"
-    certain = {name: each for name, each in found.items() if each[1] != _OTHERS}
-    return certain or found
+def _firsts(patterns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """The first pattern that matches, for each name that has one."""
+    listed = list(patterns)
+    table = re.compile("|".join(f"({fnmatch.translate(each)})" for each in listed) or "(?!)")
+    return {name: listed[found.lastindex - 1] for name in names if (found := table.match(name)) and found.lastindex}
 
 
 def _names_of_nothing(module: torch.nn.Module) -> Iterator[str]:
@@ -265,53 +226,58 @@ def _names(spec: str) -> set[str]:
     return {factor.name for dim in read(spec).spec.dims for factor in dim.factors if factor.name is not None}
 
 
-def _sharding(
+def _placed(
     module: torch.nn.Module,
-    name: str,
+    names: Sequence[str],
     tensor: torch.Tensor,
-    said: tuple[str, str],
-    mesh: Mesh,
+    said: Mapping[str, tuple[str, str]],
+    homes: Mapping[str, Mesh],
     rules: Rules | None,
-    sizes: dict[str, int],
-) -> Sharding:
-    """The sharding by what is `said` of a tensor: its spec, and which pattern it is of."""
-    shape, (spec, pattern) = tuple(tensor.shape), said
-    try:
-        text = spec if rules is None else rules.spec(spec, mesh, shape, sizes=sizes)
-        sharding = sharding_in_torch(mesh, text, shape, tuple(sorted(sizes.items())))
-        if sharding.pending:
-            raise ShardingError(f"a parameter has nothing pending; found '{sharding}'")
-    except AxesError as error:
-        if len(error.args) != 1:
-            raise
-        wide = ""
-        if any(mark in pattern for mark in "*?["):
-            owner = type(_holder(module, name)[0]).__name__
-            wide = f"\n{name} is of {owner}, and '{pattern}' is about it; if that is too wide, put '{name}' before it"
-        raise type(error)(f"{name} {list(shape)}, '{spec}': {error}{wide}") from None
-    return sharding
+    sizes: Mapping[str, int],
+) -> _Placed:
+    """A tensor by what is `said` of it under its names: the spec, and which pattern it is of."""
+    tied = f"one tensor under {len(names)} names, tied, has two"
+    if len({*homes.values()}) > 1:
+        each = "\n".join(f"  {name}  {mesh!r}" for name, mesh in homes.items())
+        raise ShardingError(f"{tied} meshes:\n{each}\ngive it one")
+    mesh, shape, found = next(iter(homes.values())), tuple(tensor.shape), []
+    for name, (spec, pattern) in said.items():
+        try:
+            mine = {each: size for each, size in sizes.items() if each in _names(spec)}
+            text = spec if rules is None else rules.spec(spec, mesh, shape, sizes=mine)
+            sharding = sharding_in_torch(mesh, text, shape, tuple(sorted(mine.items())))
+            if sharding.pending:
+                raise ShardingError(f"a parameter has nothing pending; found '{sharding}'")
+        except AxesError as error:
+            if len(error.args) != 1:
+                raise
+            wide = ""
+            if any(mark in pattern for mark in "*?["):
+                owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+                wide = (
+                    f"\n{name} is of {owner}, and '{pattern}' is about it; if that is too wide, put '{name}' before it"
+                )
+            raise type(error)(f"{name} {list(shape)}, '{spec}': {error}{wide}") from None
+        found.append(_Placed(tuple(names), tensor, spec, sharding))
+    if not all(each.sharding.is_equivalent(found[0].sharding, shape) for each in found):
+        each = "\n".join(f"  {name}  {spec}    ({pattern})" for name, (spec, pattern) in said.items())
+        raise ShardingError(f"{tied} specs:\n{each}\ngive it one")
+    return found[0]
 
 
 def _made(entry: _Placed) -> torch.Tensor:
     """The DTensor of an entry: its shards' values, or memory for them."""
     tensor, sharding = entry.tensor, entry.sharding
-    shape, device_type = tuple(tensor.shape), sharding.mesh.binding.device_type
-    if tensor.is_meta:
-        local_shape = entry.local_shape if sharding.mesh.coordinate is not None else (0,)
-        local = torch.empty(local_shape, dtype=tensor.dtype, device=device_type)
-    else:
-        local = take_shard(tensor.detach(), sharding).to(device_type)
-    made = dtensor(local, sharding, shape)
+    local_shape = entry.local_shape if sharding.mesh.coordinate is not None else (0,)
+    shard = torch.empty(local_shape, dtype=tensor.dtype, device=sharding.mesh.device_mesh.device_type)
+    made = dtensor(shard, sharding, tuple(tensor.shape))
+    if not tensor.is_meta:
+        fill(made, tensor.detach())
     if not isinstance(tensor, torch.nn.Parameter):
         return made
     parameter = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     parameter.__dict__.update(tensor.__dict__)
     return resolving(parameter)  # type: ignore[arg-type]
-
-
-def _holder(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    path, _, own = name.rpartition(".")
-    return module.get_submodule(path), own
 
 
 def _table(entries: Sequence[_Placed], meshes: Mapping[str, Mesh], rules: Rules | None) -> str:

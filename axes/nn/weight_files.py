@@ -11,14 +11,13 @@ boxes is what a checkpoint asks as well, so that every sharding is served.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import functools
 import hashlib
 import itertools
 import json
 import math
-import os
-import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -27,12 +26,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import DesyncError, ShardingError
-from axes.algebra.name_patterns import NamePatterns
-from axes.algebra.sizes import tuple_of, whole_number
-from axes.extension import agree, boxes, local, shown, suggestion, written
+from axes.extension import agree, boxes, local, shown
+from axes.nn.annotations import by_tensor, fill
 
 M = TypeVar("M", bound=torch.nn.Module)
 Names = Mapping[str, str | None] | Callable[[str], str | None]
+
+Tied = tuple[list[str], torch.Tensor]
+"""A parameter or buffer, with its names in the module: several where it is tied."""
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -96,15 +97,24 @@ def load_safetensors(
     ...     load_safetensors(layer, folder, {"weight": "w", "bias": "b"}).weight.sum().item()
     24.0
     """
-    if not isinstance(module, torch.nn.Module):
-        raise ShardingError(f"axes.nn.load_safetensors takes a module; found {type(module).__name__}")
-    _check_arguments(path, names, ignore)
-    slots = _slots(module)
-    left = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    with contextlib.ExitStack() as opened, torch.no_grad():
-        files = _Files(opened)
-        for slot, name in _agreed(slots, lambda: _matched(slots, files.find(path), names, left)):
-            _fill(slot.tensor, files.slice_of(name))
+    _check("load", module, path, names)
+    if not isinstance(ignore, str | list | tuple | set | frozenset) or not all(
+        isinstance(each, str) for each in ignore
+    ):
+        raise ShardingError(f"ignore is patterns of names in the files, like ['*.inv_freq']; found {shown(ignore)}")
+    patterns, tensors = [ignore] if isinstance(ignore, str) else list(ignore), _tensors(module)
+    found: list[tuple[torch.Tensor, Any]] = []
+    with contextlib.ExitStack() as stack:
+
+        def matched() -> tuple[str, Any]:
+            takes = _matched(tensors, _opened(Path(path), stack), names, patterns)
+            found.extend((tensor, there) for _, tensor, _, there in takes)
+            lines = [f"{tied[0]} {list(x.shape)} {x.dtype} {name}" for tied, x, name, _ in takes]
+            return f"{len(lines)} tensors, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}", None
+
+        _together("load", _meshes(tensors), matched, "every rank of a mesh calls it with the same module")
+        for tensor, there in found:
+            fill(tensor, there)
     return module
 
 
@@ -136,28 +146,15 @@ def save_safetensors(
     ...     sorted((name, list(x.shape)) for name, x in load_file(f"{folder}/model.safetensors").items())
     [('bias', [4]), ('weight', [4, 6])]
     """
-    if not isinstance(module, torch.nn.Module):
-        raise ShardingError(f"axes.nn.save_safetensors takes a module; found {type(module).__name__}")
-    _check_arguments(folder, names, ())
-    if whole_number(file_bytes) is None or file_bytes < 1:
+    _check("save", module, folder, names)
+    if type(file_bytes) is not int or file_bytes < 1:
         raise ShardingError(f"file_bytes is a whole number from 1; found {shown(file_bytes)}")
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     ranks = range(torch.distributed.get_world_size() if running else 1)
     rank = torch.distributed.get_rank() if running else 0
     path, own = Path(folder), dict[str, torch.Tensor]()
 
-    def together(step: Callable[[], Any], stated: str) -> list[Any]:
-        """What each rank tells of a step; where it fails on one, all raise."""
-        try:
-            told = step()
-        except Exception as error:  # which the others are told
-            agree("save_safetensors", ranks, error)
-            if isinstance(error, OSError):
-                raise ShardingError(f"axes.nn.save_safetensors: {path} can't be written: {error}") from error
-            raise
-        return agree("save_safetensors", ranks, stated, told, advice="all ranks of the job call it with one folder")
-
-    def listed() -> list[list[Any]]:
+    def listed() -> tuple[str, list[Any]]:
         own.update(_named(module, names))
         if rank == 0 and path.is_dir() and any(path.glob("*.safetensors*")):
             raise ShardingError(
@@ -165,128 +162,116 @@ def save_safetensors(
                 "(.part); pass a new folder"
             )
         here = {name: x for name, x in own.items() if not isinstance(x, DTensor) or x.device_mesh.get_coordinate()}
-        return [[name, _CODES[x.dtype], list(x.shape), *_copy(x, rank)] for name, x in here.items()]
+        told = [[name, _CODES[x.dtype], list(x.shape), *_copy(x, rank)] for name, x in here.items()]
+        return f"{path}, {file_bytes} bytes a file", told
 
-    every = together(listed, f"{path}, {file_bytes} bytes a file")
+    def together(step: Callable[[], tuple[str, Any] | None]) -> list[Any]:
+        return _together("save", [("cpu", ranks)], step, "all ranks of the job call it with one folder")
+
+    every = together(listed)
     if len(every) < len(ranks):
         raise ShardingError("axes.nn.save_safetensors: a simulated world has no other ranks to write their parts")
-    files = _planned([tuple(each) for each in every], file_bytes)
+    files = _planned(every, file_bytes)
     mine = files if rank == 0 else []
     try:
-        together(lambda: _begin(path, mine), "begun")
-        together(lambda: _write(path, files, own, rank), "written")
-        together(lambda: _finish(path, mine), "finished")
+        together(functools.partial(_begin, path, mine))
+        together(functools.partial(_write, path, files, own, rank))
+        together(functools.partial(_finish, path, mine))
     except Exception:
         for file in mine:
             (path / f"{file.name}.part").unlink(missing_ok=True)
         raise
 
 
-def _check_arguments(path: object, names: object, ignore: object) -> None:
+def _check(what: str, module: object, path: Any, names: object) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise ShardingError(f"axes.nn.{what}_safetensors takes a module; found {type(module).__name__}")
     try:
-        is_path = isinstance(os.fspath(path), str)  # type: ignore[call-overload]
+        Path(path)
     except Exception:  # no path, or a class that fails to say it
-        is_path = False
-    if not is_path:
-        raise ShardingError(f"path is a file or a folder with safetensors files; found {type(path).__name__}")
+        raise ShardingError(f"path is a file or a folder with safetensors files; found {type(path).__name__}") from None
     if not (names is None or isinstance(names, Mapping) or callable(names)):
         raise ShardingError(
             "names is a mapping from the module's names to those in the files, like {'weight': 'w'}, or a function "
             f"of the module's name; found {type(names).__name__}"
         )
-    patterns = (ignore,) if isinstance(ignore, str) else tuple_of(ignore)
-    if patterns is None or not all(isinstance(each, str) for each in patterns):
-        raise ShardingError(f"ignore is patterns of names in the files, like ['*.inv_freq']; found {shown(ignore)}")
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A parameter or buffer to fill, with its names in the module: several where it is tied."""
-
-    names: tuple[str, ...]
-    tensor: torch.Tensor
-
-
-_Found = list[tuple[_Slot, str]]
-"""Each slot with the name of the tensor in the files that it takes."""
-
-
-def _slots(module: torch.nn.Module) -> list[_Slot]:
+def _tensors(module: torch.nn.Module) -> list[Tied]:
     """What a state dict has. It is asked for one, since FSDP2 then puts sharded parameters back."""
-    by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
     module = getattr(module, "_orig_mod", module)  # of what torch.compile has wrapped
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor):
-            by_id.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return [_Slot(tuple(names), tensor) for tensor, names in by_id.values()]
+    state = module.state_dict(keep_vars=True).items()
+    return by_tensor((name, x) for name, x in state if isinstance(x, torch.Tensor))
+
+
+def _together(
+    what: str, groups: Iterable[tuple[str, Sequence[int]]], step: Callable[[], tuple[str, Any] | None], advice: str
+) -> list[Any]:
+    """What each rank tells of a step, which gives a statement, the same on all ranks of a group, and what it tells.
+
+    Where it fails on one rank, all raise.
+    """
+    said: str | Exception
+    try:
+        said, told = step() or ("done", None)
+    except Exception as error:  # which the others are told
+        said, told = error, None
+    every = [told]
+    for device_type, ranks in groups:
+        try:
+            every = agree(f"{what}_safetensors", ranks, said, told, advice=advice, device_type=device_type)
+        except DesyncError as error:
+            said = error
+    if isinstance(said, OSError):
+        raise ShardingError(f"axes.nn.{what}_safetensors: a file can't be read or written: {said}") from said
+    if isinstance(said, Exception):
+        raise said
+    return every
+
+
+def _meshes(tensors: Sequence[Tied]) -> list[tuple[str, Sequence[int]]]:
+    """The type of device and the ranks of each mesh that has parameters and this rank, each once."""
+    meshes = dict.fromkeys(x.device_mesh for _, x in tensors if isinstance(x, DTensor))
+    here = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+    return list(dict.fromkeys((mesh.device_type, tuple(sorted(mesh.mesh.flatten().tolist()))) for mesh in here))
 
 
 # --- the files
 
 
-class _Files:
-    """Tensors by name, in one file or several, which are opened when they are needed."""
-
-    def __init__(self, stack: contextlib.ExitStack):
-        self.where: dict[str, Path] = {}
-        self._stack, self._opened = stack, dict[Path, Any]()
-
-    def find(self, path: str | PathLike[str]) -> _Files:
-        """Look up where each tensor is."""
-        try:
-            self.where = self._places(Path(path))
-        except (OSError, ValueError) as error:  # names that no file can have: too long, with a zero, not in UTF-8
-            raise ShardingError(
-                f"path is a file or a folder with safetensors files; found {shown(path)}: {error}"
-            ) from None
-        return self
-
-    def slice_of(self, name: str) -> Any:
-        """safetensors' slice of a tensor: its shape, its dtype, and by indices its values."""
-        file = self._file(self.where[name])
-        try:
-            return file.get_slice(name)
-        except _package().SafetensorError:
-            raise ShardingError(f"{self.where[name]} has no tensor '{name}', which the index says it has") from None
-
-    def _file(self, path: Path) -> Any:
-        if path not in self._opened:
-            try:
-                self._opened[path] = self._stack.enter_context(_package().safe_open(path, framework="pt"))
-            except (OSError, _package().SafetensorError) as error:
-                raise ShardingError(f"{path} can't be read as a safetensors file: {error}") from error
-        return self._opened[path]
-
-    def _places(self, path: Path) -> dict[str, Path]:
-        """The file of each tensor."""
-        if path.is_dir():
-            if (path / _INDEX).is_file():
-                return _indexed(path / _INDEX)
-            files = [path / _WHOLE] if (path / _WHOLE).is_file() else sorted(path.glob("*.safetensors"))
-            if not files:
-                raise ShardingError(f"{path} has no safetensors file")
-        elif path.name.endswith(".json"):
-            return _indexed(path)
-        else:
-            files = [path]
-        places: dict[str, Path] = {}
-        for file in files:
-            for name in self._file(file).keys():  # noqa: SIM118, not a dict
-                if name in places:
-                    raise ShardingError(f"'{name}' is in two files, {places[name].name} and {file.name}; pass one")
-                places[name] = file
-        return places
-
-
-def _package() -> Any:
-    """The package safetensors, which those need who call this."""
+def _opened(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """safetensors' slice of each tensor in the files: its shape, its dtype, and by indices its values."""
     try:
-        import safetensors
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ShardingError(
             "axes.nn.load_safetensors needs the package safetensors: pip install 'axes-torch[safetensors]'"
         ) from error
-    return safetensors
+    files, places = [path], None
+    if path.is_dir():
+        path = next((path / name for name in (_INDEX, _WHOLE) if (path / name).is_file()), path)
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if path.suffix == ".json":
+        places = _indexed(path)
+        files = sorted({*places.values()})
+    elif not files:
+        raise ShardingError(f"{path} has no safetensors file")
+    found: dict[str, Any] = {}
+    home: dict[str, Path] = {}
+    for file in files:
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ShardingError(f"{file} can't be read as a safetensors file: {error}") from error
+        for name in opened.keys():  # noqa: SIM118, not a dict
+            if places is None or places.get(name) == file:
+                if name in found:
+                    raise ShardingError(f"'{name}' is in two files, {home[name].name} and {file.name}; pass one")
+                found[name], home[name] = opened.get_slice(name), file
+    for name, file in (places or {}).items():
+        if name not in found:
+            raise ShardingError(f"{file} has no tensor '{name}', which the index says it has")
+    return found
 
 
 def _indexed(path: Path) -> dict[str, Path]:
@@ -303,54 +288,56 @@ def _indexed(path: Path) -> dict[str, Path]:
 # --- who takes what
 
 
-def _matched(slots: Sequence[_Slot], files: _Files, names: Names | None, ignore: Sequence[str]) -> _Found:
-    """Who takes what; `ShardingError` with all that doesn't fit."""
-    _check_names(names, slots)
-    found, missing, wrong, taken = [], [], [], set()
-    for slot in slots:
-        wanted = [_name_in_files(names, name) for name in slot.names]
-        there = [name for name in wanted if name in files.where]
-        taken.update(there)
-        if None in wanted:
-            continue
-        if not there:
-            asked = dict.fromkeys(f"'{name}'" for name in wanted)
-            missing.append(f"  {' = '.join(slot.names)}  {list(slot.tensor.shape)}    asked for {' or '.join(asked)}")
-            continue
-        reason = _misfit(slot.tensor, files.slice_of(there[0]))
-        if reason:
-            wrong.append(f"  {slot.names[0]} = '{there[0]}': {reason}")
-        found.append((slot, there[0]))
-    left = [name for name in files.where if name not in taken]
-    ignored = NamePatterns(ignore)
-    unused = [f"  '{name}'" for name in left if ignored.first(name) is None]
-    problems = [
-        *_listed("in no file", missing),
-        *_listed("in the files, and nobody takes them (ignore=[...] leaves them)", unused),
-        *_listed("of another shape or dtype than the file's", wrong),
-    ]
-    if problems:
-        raise ShardingError("axes.nn.load_safetensors\n" + "\n".join(problems))
-    return found
-
-
-def _check_names(names: Names | None, slots: Sequence[_Slot]) -> None:
-    """`ShardingError` for a mapping with names that the module doesn't have."""
-    own = [name for slot in slots for name in slot.names]
+def _wanted(tensors: Sequence[Tied], names: Names | None) -> Iterator[tuple[list[str], torch.Tensor, list[str | None]]]:
+    """Each tensor, with its names in the module and in the files."""
+    own = [name for tied, _ in tensors for name in tied]
     for name in names if isinstance(names, Mapping) else ():
         if name not in own:
-            raise ShardingError(f"names: the module has no parameter {name!r}{suggestion(name, own)}")
+            raise ShardingError(f"names: the module has no parameter {shown(name, own)}")
+    for tied, tensor in tensors:
+        yield tied, tensor, [_name_in_files(names, name) for name in tied]
 
 
 def _name_in_files(names: Names | None, name: str) -> str | None:
-    if names is None:
-        return name
     try:
-        found = names.get(name, name) if isinstance(names, Mapping) else names(name)
+        found = name if names is None else names.get(name, name) if isinstance(names, Mapping) else names(name)
     except Exception as error:  # of the caller's function, on this rank before anything is changed
         raise ShardingError(f"names of {name!r} raised {type(error).__name__}: {error}") from error
     if found is not None and not isinstance(found, str):
         raise ShardingError(f"names of {name!r} is the name of a tensor in the files, or None; found {shown(found)}")
+    return found
+
+
+def _matched(
+    tensors: Sequence[Tied], files: Mapping[str, Any], names: Names | None, ignore: Sequence[str]
+) -> list[tuple[list[str], torch.Tensor, str, Any]]:
+    """Each tensor to fill with the name and the slice in the files that it takes; `ShardingError` with all that
+    doesn't fit."""
+    found, missing, wrong, taken = [], [], [], set[str | None]()
+    for tied, x, wanted in _wanted(tensors, names):
+        there = next((name for name in wanted if name in files), None)
+        taken.update(wanted)
+        if None in wanted:
+            continue
+        if there is None:
+            asked = dict.fromkeys(f"'{name}'" for name in wanted)
+            missing.append(f"  {' = '.join(tied)}  {list(x.shape)}    asked for {' or '.join(asked)}")
+            continue
+        if reason := _misfit(x, files[there]):
+            wrong.append(f"  {tied[0]} = '{there}': {reason}")
+        found.append((tied, x, there, files[there]))
+    left = [name for name in files if name not in taken]
+    unused = [f"  '{name}'" for name in left if not any(fnmatch.fnmatchcase(name, each) for each in ignore)]
+    problems = ""
+    for title, lines in (
+        ("in no file", missing),
+        ("in the files, and nobody takes them (ignore=[...] leaves them)", unused),
+        ("of another shape or dtype than the file's", wrong),
+    ):
+        more = [f"  and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+        problems += "".join(f"\n{line}" for line in (title, *lines[:_LINES], *more)) if lines else ""
+    if problems:
+        raise ShardingError(f"axes.nn.load_safetensors{problems}")
     return found
 
 
@@ -370,21 +357,6 @@ def _misfit(tensor: torch.Tensor, there: Any) -> str:
     return ""
 
 
-def _listed(title: str, lines: Sequence[str]) -> list[str]:
-    more = [f"  and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
-    return [title, *lines[:_LINES], *more] if lines else []
-
-
-def _fill(tensor: torch.Tensor, there: Any) -> None:
-    """Copy what this rank has of a tensor."""
-    shard = local(tensor)
-    for box in boxes(tensor):
-        if 0 not in box.sizes:
-            where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-            box.within(shard).copy_(there[where])
-    written([tensor])
-
-
 # --- files that are written
 
 
@@ -400,10 +372,7 @@ class _File(NamedTuple):
 def _named(module: torch.nn.Module, names: Names | None) -> dict[str, torch.Tensor]:
     """The tensors of a module by their names in the files."""
     found: dict[str, torch.Tensor] = {}
-    slots = _slots(module)
-    _check_names(names, slots)
-    for slot in slots:
-        name, x = _name_in_files(names, slot.names[0]), slot.tensor
+    for tied, x, (name, *_) in _wanted(_tensors(module), names):
         if name is None:
             continue
         pending = any(p.is_partial() for p in getattr(x, "placements", ()))
@@ -417,15 +386,15 @@ def _named(module: torch.nn.Module, names: Names | None) -> dict[str, torch.Tens
         elif name not in found and name != _METADATA:
             found[name] = x if isinstance(x, DTensor) else x.resolve_conj().resolve_neg()
             continue
-        raise ShardingError(f"axes.nn.save_safetensors: {slot.names[0]} can't be in the files as '{name}': {wrong}")
+        raise ShardingError(f"axes.nn.save_safetensors: {tied[0]} can't be in the files as '{name}': {wrong}")
     return found
 
 
 def _copy(x: torch.Tensor, rank: int) -> tuple[str, int, int]:
     """Of which copy of a tensor this rank has a part, by the ranks that share it, how many they are, and a checksum."""
     ranks = sorted(x.device_mesh.mesh.flatten().tolist()) if isinstance(x, DTensor) else [rank]
-    numbers = local(x).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(str(ranks).encode()).hexdigest()[:16], len(ranks), zlib.crc32(numbers)
+    numbers = local(x).detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(str(ranks).encode()).hexdigest()[:16], len(ranks), int(numbers.sum(dtype=torch.int64))
 
 
 def _planned(every: Sequence[Sequence[Sequence[Any]]], file_bytes: int) -> list[_File]:
@@ -453,31 +422,29 @@ def _planned(every: Sequence[Sequence[Sequence[Any]]], file_bytes: int) -> list[
                 f"axes.nn.save_safetensors: '{name}' is another tensor on other ranks. Stages of a pipeline name their "
                 "parameters as the whole model does, by names=; copies of one have equal values"
             )
-    groups: list[list[str]] = [[]]
-    size = 0
+    groups, size = [list[str]()], 0
     for name, (code, shape, _) in tensors.items():
-        own = math.prod(shape) * _DTYPES[code].itemsize
-        if groups[-1] and size + own > file_bytes:
+        size += math.prod(shape) * _DTYPES[code].itemsize
+        if groups[-1] and size > file_bytes:
             groups.append([])
-            size = 0
+            size = math.prod(shape) * _DTYPES[code].itemsize
         groups[-1].append(name)
-        size += own
-    return [_file(at, len(groups), {name: tensors[name] for name in group}) for at, group in enumerate(groups)]
+    names = [f"model-{at + 1:05}-of-{len(groups):05}.safetensors" for at in range(len(groups))]
+    names = names if len(groups) > 1 else [_WHOLE]
+    return [_file(name, {each: tensors[each] for each in group}) for name, group in zip(names, groups, strict=True)]
 
 
-def _file(at: int, count: int, tensors: Mapping[str, tuple[str, list[int], int]]) -> _File:
-    begin, header, offsets = 0, dict[str, Any]({_METADATA: {"format": "pt"}}), dict[str, int]()
-    for name in sorted(tensors, key=lambda name: -_DTYPES[tensors[name][0]].itemsize):  # so that each is aligned
-        code, shape, _ = tensors[name]
-        end = begin + math.prod(shape) * _DTYPES[code].itemsize
-        header[name], offsets[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}, begin
-        begin = end
+def _file(name: str, tensors: Mapping[str, tuple[str, list[int], int]]) -> _File:
+    end, header, begins = 0, dict[str, Any]({_METADATA: {"format": "pt"}}), dict[str, int]()
+    for each in sorted(tensors, key=lambda each: -_DTYPES[tensors[each][0]].itemsize):  # so that each is aligned
+        code, shape, _ = tensors[each]
+        begins[each], end = end, end + math.prod(shape) * _DTYPES[code].itemsize
+        header[each] = {"dtype": code, "shape": shape, "data_offsets": [begins[each], end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
-    places = {name: (first + offset, tensors[name][2]) for name, offset in offsets.items()}
-    name = _WHOLE if count == 1 else f"model-{at + 1:05}-of-{count:05}.safetensors"
-    return _File(name, len(text).to_bytes(8, "little") + text, places, first + begin)
+    places = {each: (first + begin, tensors[each][2]) for each, begin in begins.items()}
+    return _File(name, len(text).to_bytes(8, "little") + text, places, first + end)
 
 
 def _begin(path: Path, files: Sequence[_File]) -> None:
@@ -491,13 +458,13 @@ def _begin(path: Path, files: Sequence[_File]) -> None:
 def _write(path: Path, files: Sequence[_File], own: Mapping[str, torch.Tensor], rank: int) -> None:
     """Write what this rank has and no rank before it."""
     for file in files:
-        here = {name: place for name, place in file.places.items() if name in own}
-        mine = {name: place for name, place in here.items() if _is_first(own[name], place[1], rank)}
+        here = [(own[name], start, first) for name, (start, first) in file.places.items() if name in own]
+        mine = [(x, start) for x, start, first in here if _is_first(x, first, rank)]
         if mine:
             with (path / f"{file.name}.part").open("r+b") as opened:
-                for name, (start, _) in mine.items():
-                    for box in boxes(own[name]):
-                        _write_box(opened, start, own[name], box)
+                for x, start in mine:
+                    for box in boxes(x):
+                        _write_box(opened, start, x, box)
 
 
 def _is_first(x: torch.Tensor, first: int, rank: int) -> bool:
@@ -531,42 +498,6 @@ def _finish(path: Path, files: Sequence[_File]) -> None:
         total = sum(file.size - len(file.header) for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": {name: f.name for f in files for name in f.places}}
         (path / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-# --- the same on every rank
-
-
-def _agreed(slots: Sequence[_Slot], found: Callable[[], _Found]) -> _Found:
-    """What `found()` gives, once all ranks of the meshes of the parameters have found the same."""
-    here: _Found = []
-    said: str | Exception
-    try:
-        here = found()
-        said = _statement(here)
-    except Exception as error:  # which the others are told
-        said = error
-    for device_type, ranks in _meshes(slots):
-        try:
-            advice = "every rank of a mesh calls it with the same module"
-            agree("load_safetensors", ranks, said, advice=advice, device_type=device_type)
-        except DesyncError as error:
-            said = error
-    if isinstance(said, Exception):
-        raise said
-    return here
-
-
-def _meshes(slots: Sequence[_Slot]) -> list[tuple[str, Sequence[int]]]:
-    """The type of device and the ranks of each mesh that has parameters and this rank, each once."""
-    meshes = dict.fromkeys(slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor))
-    here = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
-    return list(dict.fromkeys((mesh.device_type, tuple(sorted(mesh.mesh.flatten().tolist()))) for mesh in here))
-
-
-def _statement(found: _Found) -> str:
-    """What ranks have to have in common."""
-    lines = [f"{slot.names[0]} {list(slot.tensor.shape)} {slot.tensor.dtype} {name}" for slot, name in found]
-    return f"{len(lines)} tensors, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
 
 
 __all__ = ["load_safetensors", "save_safetensors"]

@@ -5,8 +5,8 @@ whole. So operands of a product are cast before, and what follows runs without a
 are differentiable: gradients come back in the dtype of the operand.
 
 >>> with torch.autocast("cpu", torch.bfloat16):
-...     of_factor(torch.ones(2)), of_function("softmax", torch.bfloat16, "cpu")
-(torch.bfloat16, torch.bfloat16)
+...     of_factor(torch.ones(2))
+torch.bfloat16
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ from axes.algebra.expressions import Recipe
 
 T = TypeVar("T", bound=torch.Tensor)
 
-_HALVES = (torch.float16, torch.bfloat16)
-_WIDE = {"cpu": ("cross_entropy",)}
-_WIDE_ELSEWHERE = ("cross_entropy", "layer_norm", "logsumexp", "softmax")
-"""What torch computes in 32 bits under autocast."""
-
 
 def of_factor(x: torch.Tensor) -> torch.dtype:
     """The dtype in which a tensor is multiplied: float64, integers and complex numbers keep their own."""
@@ -32,16 +27,6 @@ def of_factor(x: torch.Tensor) -> torch.dtype:
     if x.dtype is torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)
-
-
-@torch.compiler.assume_constant_result
-def of_function(call: str, dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The dtype in which one of torch's functions is computed.
-
-    A constant in a compiled graph, which is guarded by the state of autocast.
-    """
-    wide = dtype in _HALVES and call in _WIDE.get(device_type, _WIDE_ELSEWHERE)
-    return torch.float32 if wide and torch.is_autocast_enabled(device_type) else dtype
 
 
 def applied(found: Recipe, run: Callable[..., T], operands: Sequence[T], cast: Callable[[T, torch.dtype], T]) -> T:

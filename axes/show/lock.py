@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.mesh import Mesh
-from axes.extension import local, shown, suggestion
+from axes.extension import local, shown
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import process_groups
 from axes.runtime.sharded import sharding_of
@@ -141,7 +141,7 @@ def _function(model: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if not callable(found) or isinstance(found, torch.nn.Module):
         known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-        raise AxesError(f"{where} has no function {name!r}{suggestion(name, known)}")
+        raise AxesError(f"{where} has no function {shown(name, known)}")
     return found
 
 
