@@ -85,7 +85,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("axes.verify(print, mesh='tp=2', heads=4)", "SizeError", "sizes are for specs of a module; found 'heads' beside a function"),
     ("axes.verify(print, mesh='tp=2', rtol=-1.0)", "AxesError", "rtol is a number that isn't negative, or None; found -1.0"),
     ("axes.verify(print, mesh='tp=2', atol=True)", "AxesError", "atol is a number that isn't negative, or None; found"),
-    ("axes.verify(print, mesh='tp=2', timeout=-1)", "AxesError", "the timeout is a positive number of seconds, or None"),
+    ("axes.verify(print, mesh='tp=2', timeout=-1)", "AxesError", "the timeout is None or a positive number of seconds"),
     ("axes.verify(print, mesh='tp=2', reference=3)", "AxesError", "found as reference 3"),
     ("axes.verify(axes.shard_module(MLP(), {'*': '...'}), mesh='tp=2')", "ShardingError", "norm.weight is sharded already"),
     ("axes.verify(axes.shard_map(torch.nn.Linear(2, 2), 'b d -> b d', axes.Mesh('tp=4')), mesh='tp=2')", "MeshError", "write shard_map(module, expression) without mesh="),
