@@ -254,8 +254,11 @@ def listen(before: Listener) -> Iterator[None]:
     >>> found
     ['psum']
     """
-    with watching.listening(before):
+    watching.listeners += (before,)
+    try:
         yield
+    finally:
+        watching.listeners = tuple([each for each in watching.listeners if each is not before])
 
 
 def where() -> tuple[str, tuple[str, ...]]:

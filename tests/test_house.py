@@ -142,7 +142,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.algebra.mesh": {"ambient_mesh", "checked_mesh", "required_mesh"},
         "axes.algebra.opaque": {"Dtype"},
         "axes.algebra.placements": {"sharding_from"},
-        "axes.algebra.plan": {"Step", "bytes_text", "dtype_name", "itemsize_of", "model_of", "time_text"},
+        "axes.algebra.plan": {"Step", "bytes_text", "dtype_name", "itemsize_of", "model_of"},
         "axes.algebra.planning.candidates": {"COLLECTIVES"},
         "axes.algebra.planning.exchange": {"Pieces", "pieces_of"},
         "axes.algebra.sharding": {"Slot", "Slots", "layouts_text", "pending_runs", "slots_text", "unmarked"},
@@ -177,7 +177,6 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.algebra.grammar": {"Factor", "Spec", "parse_spec"},
         "axes.algebra.layout": {"Universe", "digits"},
         "axes.algebra.mesh": {"checked_mesh", "required_mesh"},
-        "axes.algebra.name_patterns": {"NameIndex", "NamePatterns"},
         "axes.algebra.placements": {"check_torch_can"},
         "axes.algebra.plan": {"bytes_text", "dtype_name", "itemsize_of"},
         "axes.algebra.planning.exchange": {

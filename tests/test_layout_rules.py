@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axes import AxesError, LayoutRules
-from axes.algebra.name_patterns import NamePatterns
+from axes.transfers.name_patterns import NamePatterns
 from tests.counting import calls
 from tests.strategies import examples, refusal
 

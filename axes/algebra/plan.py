@@ -554,18 +554,6 @@ def _row(number: int, step: Step) -> tuple[str, ...]:
     return (str(number), step.kind, " ".join(step.axes), group, moved)
 
 
-def time_text(microseconds: float) -> str:
-    """A time in the unit that reads best.
-
-    >>> time_text(61.94), time_text(2500.0), time_text(0.25), time_text(3.2e6)
-    ('62 us', '2.5 ms', '0.2 us', '3.2 s')
-    """
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= size:
-            return f"{microseconds / size:.1f} {unit}"
-    return f"{microseconds:.1f} us" if microseconds < 10 else f"{microseconds:.0f} us"
-
-
 def bytes_text(count: int) -> str:
     """Bytes in the unit that reads best.
 

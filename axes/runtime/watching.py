@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -50,17 +50,6 @@ compare: Any = None
 
 statement = ""
 """What ranks are asked for together beside results, as they compare it when they make a mesh or a group."""
-
-
-@contextlib.contextmanager
-def listening(listener: Any) -> Iterator[None]:
-    """In this block `listener` hears of operations."""
-    global listeners
-    listeners += (listener,)
-    try:
-        yield
-    finally:
-        listeners = tuple([each for each in listeners if each is not listener])
 
 
 def parts() -> tuple[str, ...]:

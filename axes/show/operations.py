@@ -25,7 +25,7 @@ from axes.algebra.grammar import Spec, TensorExpression
 from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import sharding_from
-from axes.algebra.plan import Step, bytes_text, itemsize_of, plan, time_text
+from axes.algebra.plan import Step, bytes_text, itemsize_of, plan
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_tensor_shape, given_sizes
@@ -40,6 +40,7 @@ from axes.runtime.gradients import cotangent, on_own_axes, transposed
 from axes.runtime.groups import process_groups
 from axes.show.moves import MOST, moves_of_recipe
 from axes.show.named_sizes import shape_of_names
+from axes.show.rank_text import time_text
 
 Shape = tuple[int, ...]
 

@@ -38,11 +38,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from axes.algebra.chunks import Box
 from axes.algebra.errors import MeshError
-from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of, time_text
+from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of
 from axes.show.boards import exchange_board, few_rows
 from axes.show.moves import MOST, arrivals, moves_of_plan
 from axes.show.panels import Listing, Panel, Remark, Room, Sheet
-from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks
+from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks, time_text
 from axes.show.sharding_sheet import dim_names
 
 PEERS = 1024

@@ -104,3 +104,15 @@ def groups_text(universe: Universe, layout: Layout, width: int) -> str:
         return short_ranks(universe.group(layout, universe.ranks[firsts.offset(number)]), width)
 
     return "" if group(0).endswith(" ranks") else joined(firsts.size, group, ", ", width, "")
+
+
+def time_text(microseconds: float) -> str:
+    """A time in the unit that reads best.
+
+    >>> time_text(61.94), time_text(2500.0), time_text(0.25), time_text(3.2e6)
+    ('62 us', '2.5 ms', '0.2 us', '3.2 s')
+    """
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.1f} {unit}"
+    return f"{microseconds:.1f} us" if microseconds < 10 else f"{microseconds:.0f} us"

@@ -31,7 +31,7 @@ from axes.algebra.cost import CostModel, members_of_node
 from axes.algebra.errors import AxesError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh
-from axes.algebra.plan import bytes_text, model_of, time_text
+from axes.algebra.plan import bytes_text, model_of
 from axes.extension import Operation, listen, where
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
@@ -39,6 +39,7 @@ from axes.runtime.groups import current_world, process_groups
 from axes.runtime.simulate import simulate
 from axes.runtime.watching import is_users, place_of_frame
 from axes.runtime.world import bound_to_job
+from axes.show.rank_text import time_text
 
 # --- what is recorded
 

@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.name_patterns import NameIndex
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
 from axes.transfers.layout_pieces import LayoutPiece, layout_piece, whole_piece, without_overlap
 from axes.transfers.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, sides_of, sizes_of_rule
+from axes.transfers.name_patterns import NameIndex
 from axes.transfers.rule_pieces import Shape, SolvedRule, solved_pieces
 
 Table = Mapping[str | tuple[str, ...] | None, str | tuple[str, ...] | None]

@@ -17,11 +17,11 @@ from axes.algebra.errors import AxesError, MeshError, ShardingError, shortened, 
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Universe, digits
 from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
-from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sharding import Names, Sharding, Slot, Slots
 from axes.algebra.sizes import given_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.transfers.layout_rules import LayoutRules
+from axes.transfers.name_patterns import NamePatterns
 
 End = str | Sharding
 Meshes = Mesh | Mapping[str, Mesh]
