@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from axes.algebra.errors import MeshError
 
-_modules: dict[str, str] = {}
+_modules: Mapping[str, str] = MappingProxyType({})  # replaced as a whole, by `provide`
 
 
 def provide(**modules: str) -> None:
     """Says which module provides what; called once, by the package's `__init__`."""
-    _modules.update(modules)
+    global _modules
+    _modules = modules
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def module(role: str, wanted: str) -> Any:
     """The module that provides something, for `wanted`; `MeshError` where the algebra is used without it."""
     if role not in _modules:

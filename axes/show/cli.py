@@ -87,17 +87,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 """All that verbs take: without dashes in front, in this order."""
 
-_VERBS: dict[str, tuple[Callable[[argparse.Namespace], Answer], tuple[str, ...]]] = {}
-
-
-def _verb(*takes: str) -> Callable[[Callable[[argparse.Namespace], Answer]], None]:
-    """Has a function `_of_mesh` answer the verb `mesh`, which takes these options and `--json`."""
-
-    def add(run: Callable[[argparse.Namespace], Answer]) -> None:
-        _VERBS[run.__name__.removeprefix("_of_")] = run, (*takes, "--json")
-
-    return add
-
 
 def main(program: str, words: Sequence[str]) -> None:
     """Carries out a command, and ends the process with its status."""
@@ -130,7 +119,7 @@ def _parsed(program: str, words: Sequence[str]) -> argparse.Namespace:
         about = inspect.cleandoc(str(run.__doc__))
         kept = argparse.RawDescriptionHelpFormatter
         one = verbs.add_parser(name, help=about.split("\n")[0], description=about, formatter_class=kept)
-        for each in takes:
+        for each in (*takes.split(), "--json"):
             one.add_argument(each, **_OPTIONS[each])
         one.set_defaults(run=run, verb=name)
     known = verbs.choices.get(words[0]) if words else None
@@ -147,7 +136,6 @@ def _print(text: str) -> None:
 # --- verbs
 
 
-@_verb("declaration", "equations", "--world", "--rank", "--svg", "--html")
 def _of_mesh(given: argparse.Namespace) -> Answer:
     """The axes and names of a mesh, and the groups of a rank.
 
@@ -168,7 +156,6 @@ def _of_mesh(given: argparse.Namespace) -> Answer:
     return Answer("\n".join(lines), {**about, "names": names}, mesh)
 
 
-@_verb("--mesh", "--world", "--rank", "--axis", "--all")
 def _of_groups(given: argparse.Namespace) -> Answer:
     """Who communicates with whom: the groups of each axis, or those of a rank.
 
@@ -193,7 +180,6 @@ def _of_groups(given: argparse.Namespace) -> Answer:
     return Answer("\n".join(lines), {"mesh": mesh.declaration, "rank": rank, "axes": facts})
 
 
-@_verb("subject", "sizes", "--mesh", "--world", "--rank", "--dtype", "--op", "--kind", "--check", "--svg", "--html")
 def _of_explain(given: argparse.Namespace) -> Answer:
     """What an expression computes and sends; how a model lies, and what it sends.
 
@@ -243,7 +229,6 @@ def _compared(file: str, kept: str, found: Answer, changes: Sequence[str]) -> An
     return Answer("\n".join((*changes[:_CHANGES], *rest)), facts, None, wrong)
 
 
-@_verb("source", "target", "sizes", "--mesh", "--world", "--rank", "--dtype", "--svg", "--html")
 def _of_plan(given: argparse.Namespace) -> Answer:
     """What is sent to take a tensor from one sharding to another.
 
@@ -274,10 +259,6 @@ def _of_plan(given: argparse.Namespace) -> Answer:
     return Answer("\n".join(lines), facts, made)
 
 
-@_verb(
-    *("source", "target", "sizes", "--source-mesh", "--target-mesh", "--first", "--rank", "--dtype"),
-    *("--to-dtype", "--bucket-mb", "--svg", "--html"),
-)
 def _of_transfer(given: argparse.Namespace) -> Answer:
     """What is sent to take a tensor from one mesh to another.
 
@@ -300,7 +281,6 @@ def _of_transfer(given: argparse.Namespace) -> Answer:
     return Answer(str(found), found.json(), move)
 
 
-@_verb("files", "--chrome", "--svg", "--html")
 def _of_trace(given: argparse.Namespace) -> Answer:
     """What took the time in a job, and for whom ranks waited.
 
@@ -311,6 +291,20 @@ def _of_trace(given: argparse.Namespace) -> Answer:
         Path(given.chrome).write_text(json.dumps(job.chrome()), encoding="utf-8")
     found = job.explanation()
     return Answer(str(found), found.json(), found)
+
+
+_VERBS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str]] = {
+    "mesh": (_of_mesh, "declaration equations --world --rank --svg --html"),
+    "groups": (_of_groups, "--mesh --world --rank --axis --all"),
+    "explain": (_of_explain, "subject sizes --mesh --world --rank --dtype --op --kind --check --svg --html"),
+    "plan": (_of_plan, "source target sizes --mesh --world --rank --dtype --svg --html"),
+    "transfer": (
+        _of_transfer,
+        "source target sizes --source-mesh --target-mesh --first --rank --dtype --to-dtype --bucket-mb --svg --html",
+    ),
+    "trace": (_of_trace, "files --chrome --svg --html"),
+}
+"""The verbs: who answers, and the options that each takes beside `--json`."""
 
 
 # --- what they take

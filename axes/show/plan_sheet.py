@@ -101,7 +101,7 @@ def _step(made: Plan, number: int, step: Step, names: Sequence[str], room: Room)
     if not 0 < len(ranks) <= PEERS or math.prod(step.shape) == 0:
         return
 
-    @functools.cache
+    @functools.lru_cache(maxsize=4096)
     def came(rank: int) -> dict[int, tuple[Box, ...]]:
         """What comes to a rank, by the rank that it comes from."""
         return {peer: boxes for peer, boxes in arrivals(step, rank) if _count(boxes)}

@@ -66,7 +66,7 @@ class StepRecorder(torch_private.DispatchMode):
         super().__init__()
         self.collectives: list[dict[str, Any]] = []
         self.exact = True
-        self._named = functools.cache(functools.partial(_named, mesh))
+        self._named = functools.lru_cache(maxsize=4096)(functools.partial(_named, mesh))
         self._modules: list[torch.nn.Module] = []
         self._roots: list[torch.nn.Module] = []
         self._paths: dict[int, str] = {}
