@@ -159,5 +159,7 @@ def test_samples_come_as_often_as_their_probabilities_say():
     cold = axes.nn.sample(probabilities.log().expand(20_000, 3), "b v", over="v", temperature=0.1, seed=5)
     assert (cold == 2).double().mean() > 0.99
     assert axes.nn.sample(probabilities, "v", over="v", temperature=0).item() == 2
+    dots = axes.nn.sample(probabilities.log().expand(5, 4_000, 3), "... v", over="v", seed=5)
+    assert torch.equal(dots.view(-1), found), "dots stand for any dims"
     torch.manual_seed(0)
     assert axes.nn.sample(torch.zeros(64, 3), "b v", over="v").unique().numel() == 3
