@@ -88,6 +88,7 @@ ROWS = (
     ("axes.debug(trace='/dev/null/t')", "AxesError", "Not a directory"),
     ("axes.debug(trace='a\\0b')", "AxesError", "is no path of a file (embedded null byte)"),
     ("axes.debug(trace='/')", "AxesError", "the trace can't be written: '/' is a folder; write the path of a file"),
+    ("axes.debug(trace='/tmp')", "AxesError", "the trace can't be written: '/tmp' is a folder; write the path of a file"),
     # links
     ("axes.connect(torch.distributed.HashStore(), 'c', mesh, peers=('a', 'b'))", "MeshError", "'c' isn't among the peers"),
     ("axes.connect(torch.distributed.HashStore(), 'a', mesh, peers=('a',))", "MeshError", "two or more words, all different"),

@@ -270,6 +270,12 @@ def test_any_mesh_and_sharding_can_be_shown_in_any_room(sizes: list[int], per_no
         ElementTree.fromstring(picture.svg())
 
 
+def test_a_name_may_have_characters_that_a_document_may_not():
+    name = "a\x01b"
+    move = axes.transfer({name: "x@a"}, {name: "x"}, Mesh("a=2"), Mesh("b=1", ranks=[2]), {name: (4,)})
+    ElementTree.fromstring(axes.show(move).svg())
+
+
 def main() -> None:
     """Write the snapshots."""
     for old in SNAPSHOTS.iterdir():

@@ -180,7 +180,7 @@ def test_a_transfer_is_two_events_with_the_bytes_that_were_sent_and_its_largest_
         assert exchange.op.get("apart"), "ranks wait for their partners alone"
         sent += exchange.op["out"]
     assert 0 <= sent - moved[0][1] < 500, "pieces begin at multiples of 16 bytes"
-    text = str(timeline.read_traces(paths).explanation())
+    text = " ".join(str(timeline.read_traces(paths).explanation()).split())
     assert "exchange of axes.transfer of 3 tensors in" in text
     assert "hadn't ended" not in text
 

@@ -201,7 +201,7 @@ def path_for(wanted: str, rank: int) -> str:
     if "{rank}" in wanted:
         return wanted.replace("{rank}", str(rank))
     path = Path(wanted)
-    if path.name in ("", ".."):
+    if path.name in ("", "..") or wanted.endswith(os.sep) or path.is_dir():
         raise AxesError(f"the trace can't be written: {shown(wanted)} is a folder; write the path of a file")
     return str(path.with_name(f"{path.stem}.{rank}{path.suffix}"))
 

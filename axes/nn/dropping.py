@@ -117,7 +117,8 @@ def sample(
         return argmax(logits, spec, over, mesh, **sizes)
     sharding, shape = whole("axes.nn.sample", logits, None if isinstance(logits, DTensor) else spec, mesh, sizes)
     if not isinstance(logits, DTensor):
-        sizes = {over: size for at, size in enumerate(shape) if sharding.names_of(at) == (over,)}
+        names = map(sharding.names_of, range(len(shape)))
+        sizes = {name[0]: size for name, size in zip(names, shape, strict=True) if name == (over,)}
     shard = local(logits)
     noise = draw(torch.empty_like(shard, dtype=torch.float64), sharding, shape, _seed("sample", sharding, seed))
     noisy = shard.double() / temperature - (-noise.log()).log()

@@ -81,7 +81,11 @@ def _document(body: str, width: float, height: float, title: str, summary: str) 
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="axes-sheet" {size} role="img">'
     said = f"<title>{escape(title)}</title><desc>{escape(summary)}</desc>"
-    return f"{head}\n{said}\n<style>{STYLE}</style>\n{body}\n</svg>\n"
+    return _NO_XML.sub("\ufffd", f"{head}\n{said}\n<style>{STYLE}</style>\n{body}\n</svg>\n")
+
+
+_NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")
+"""Characters that a name may have and a document of XML may not."""
 
 
 def _drawn(panel: Panel) -> Elements:

@@ -486,7 +486,7 @@ def _whole(name: str, end: Sharding, told: Mapping[int, Any], link: JobLink) -> 
         raise ShardingError(f"{shortened(name)} is {both} of '{link.name}'")
     known = [whole for *_, whole in told.values() if whole is not None]
     whole = tuple(known[0]) if known else _summed(end, {link.ranks[at]: shape for at, (shape, *_) in told.items()})
-    for at, rank in enumerate(link.ranks):
+    for at, rank in sorted(enumerate(link.ranks), key=lambda each: each[0] in told):  # who has nothing may be why
         tile, (shape, _, said) = end.tile(whole, rank), told.get(at, (None, "", None))
         wanted = None if tile is None else list(tile_shape(tile))
         if (shape != wanted and (shape or wanted or [0]).count(0) == 0) or (said or list(whole)) != list(whole):
