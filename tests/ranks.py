@@ -64,8 +64,8 @@ class StandingRanks:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes another call."""
-        return bool(self._connections)
+        """Whether it takes another call. Its ranks end with the fork server, which a test may kill."""
+        return bool(self._connections) and self._world.is_alive()
 
     def run(self, fn: Callable[..., T], *args: object, timeout: float) -> list[T]:
         """`fn(*args)` on every rank; the results by rank. Raises the exception of the rank that failed first."""
