@@ -10,13 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 
 from axes.algebra.errors import ShardingError
-from axes.extension import boxes, dense, local, read, shown, written
+from axes.extension import dense, read, shown
+from axes.nn.module_tensors import tensors_of
 
 T = TypeVar("T", torch.Tensor, torch.nn.Module)
 
@@ -73,38 +74,11 @@ def annotated(module: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, by whole name, each name of a tensor that has several."""
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-
-
 def checked_specs(what: str, values: object, hint: str) -> Mapping[str, str]:
     """A mapping from text to text; `ShardingError`, with an example, for anything else."""
     if not isinstance(values, Mapping) or not all(isinstance(each, str) for pair in values.items() for each in pair):
         raise ShardingError(f"{what}, like {hint}; found {shown(values)}")
     return values
-
-
-def fill(x: torch.Tensor, whole: Any) -> None:
-    """Copy this rank's part of a whole tensor, or of a file's, to where it is; autograd is told."""
-    shard = local(x)
-    with torch.no_grad():
-        for box in boxes(x):
-            if 0 not in box.sizes:
-                where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                box.within(shard).copy_(whole[where])
-    written([x])
-
-
-def by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[list[str], torch.Tensor]]:
-    """Each tensor once, with all of its names: several where it is tied."""
-    found: dict[int, tuple[list[str], torch.Tensor]] = {}
-    for name, tensor in named:
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
 
 
 def _check(spec: str, tensor: torch.Tensor, what: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.extension import boxes, draw, local
-from axes.nn.annotations import fill
+from axes.nn.module_tensors import fill
 from axes.runtime import torch_private
 from axes.runtime.sharded import sharding_of
 

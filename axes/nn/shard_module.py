@@ -23,8 +23,9 @@ from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import given_sizes
 from axes.extension import dtensor, read, shown
-from axes.nn.annotations import annotated, by_tensor, checked_specs, fill, tensors_of
+from axes.nn.annotations import annotated, checked_specs
 from axes.nn.deferred import made_by_initializers
+from axes.nn.module_tensors import by_tensor, fill, tensors_of
 from axes.nn.options import flag
 from axes.ops.collectives import all_gather
 from axes.ops.module_regions import note_sharded

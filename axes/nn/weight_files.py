@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import DesyncError, ShardingError
 from axes.extension import agree, boxes, local, shown
-from axes.nn.annotations import by_tensor, fill
+from axes.nn.module_tensors import by_tensor, fill
 
 M = TypeVar("M", bound=torch.nn.Module)
 Names = Mapping[str, str | None] | Callable[[str], str | None]

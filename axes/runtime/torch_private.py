@@ -27,7 +27,7 @@ never by its version number.
 | `pass_all`, `Collectives` | methods of a `ProcessGroup` | `torch.distributed` at a third of its price |
 | `functional` | `torch.ops._c10d_functional` | functional collectives |
 | `dtensor`, `dtensor_spec`, `resized_spec` | `DTensorSpec` | `DTensor.from_local` at a tenth of its price |
-| `spec_of`, `local_of`, `lie_alike` | `DTensor._spec`, `_local_tensor` | the same |
+| `spec_of`, `local_of` | `DTensor._spec`, `_local_tensor` | the same |
 | `hooks_of` | `Tensor._backward_hooks` | a list of hooks; `register_hook` on any leaf |
 | `UnderWay` | `AsyncCollectiveTensor` | a name for it |
 | `owns_its_memory` | `_storage_Use_Count` | a count of a storage |
@@ -36,7 +36,7 @@ never by its version number.
 | `has_base`, `untied` | `_is_view`, `_unsafe_view` | none |
 | `node_of`, `TO_LOCAL`, `says_its_gradient` | `_backward_cls`, `_ToTorchTensor` | none |
 | `backward_pass` | `_current_graph_task_id` | a question of the autograd engine |
-| `copy_all`, `scale_all`, `norms_of` | `_foreach_copy_`, `_foreach_mul_`, `_foreach_norm` | names for them |
+| `copy_all`, `norms_of` | `_foreach_copy_`, `_foreach_norm` | names for them |
 | `mapped`, `children_of`, `take_apart`, `put_together` | `torch.utils._pytree` | `torch.utils.pytree` |
 | `is_view` | `OpOverload._schema` | a question of `OpOverload` |
 | `transforms_are_on` | `forward_ad._current_level`, `_are_functorch_transforms_active` | none |
@@ -563,12 +563,6 @@ local_of: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor
 """The local tensor of a DTensor, outside of autograd. `to_local` is an autograd function."""
 
 
-def lie_alike(one: DTensor, other: DTensor) -> bool:
-    """Whether two DTensors have the same placements on the same mesh."""
-    spec, wanted = one._spec, other._spec
-    return spec is wanted or (spec.placements == wanted.placements and spec.mesh == wanted.mesh)
-
-
 def has_default_order(spec: DTensorSpec) -> bool:
     """Whether the axes of the mesh split dims in the order of the mesh, as placements say.
 
@@ -667,10 +661,6 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Te
     """
     narrow = tensors[0].is_floating_point() and tensors[0].dtype.itemsize < 4
     return torch._foreach_norm(list(tensors), order, dtype=torch.float32 if narrow else None)
-
-
-scale_all: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
-"""Multiply tensors of one dtype and device in place."""
 
 
 # Trees: `torch.utils._pytree`, of which only registering is public (`torch.export.register_dataclass`)
