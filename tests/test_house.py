@@ -131,7 +131,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.runtime.watching": {"within"},
     },
     "show": {
-        "axes.algebra.chunks": {"Box", "Runs", "factor_runs", "merged"},
+        "axes.algebra.chunks": {"Tile", "intersection", "merged", "volume"},
         "axes.algebra.cost": {"members_of_node"},
         "axes.algebra.errors": {"shortened", "shown"},
         "axes.algebra.explanation": {"Explanation", "Section"},

@@ -80,11 +80,11 @@ def test_a_picture_shows_where_every_value_comes_from(seed):
         assert all(one != other and before.held[one] for one, other in after.arrows)
 
 
-def drawn(cells: dict, own: dict[int, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor of the whole shape with what the cells say, and nan elsewhere."""
+def drawn(parts: list, own: dict[int, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of the whole shape with what the parts say, and nan elsewhere."""
     found = np.full(shape, np.nan)
-    for box, origins in cells.items():
-        at = tuple(slice(*span) for span in box)
+    for tile, origins in parts:
+        at = np.ix_(*(np.r_[tuple(slice(*run) for run in runs)] for runs in tile))
         assert np.isnan(found[at]).all(), "parts overlap"
         found[at] = sum(own[origin][at] for origin in origins)
     return found

@@ -57,7 +57,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -65,7 +65,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from axes.algebra import providers
-from axes.algebra.chunks import boxes_within, volume
+from axes.algebra.chunks import Tile, boxes_within, volume
 from axes.algebra.cost import CostModel, members_of_node, node_size
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, Universe
@@ -189,6 +189,18 @@ class Step:
             return _equal_parts(step, ranks, rank)
         sides = step.source, step.target, step.shape
         return group_between(*sides, step.layout, ranks[0], step.resolved, step.ranks_per_node).exchange(rank)
+
+    def arrivals(self, rank: int) -> Iterable[tuple[int, int, Tile]]:
+        """What a rank's tile after the step is made of: `(layer, the rank that it comes from, part of the tensor)`.
+
+        Layers are reduced; the parts of one are apart. Costs O(size of the group).
+        """
+        ranks = (rank,) if self.kind == "slice" else self.ranks_of(rank)
+        if self.kind in ("slice", "all_reduce", "reduce_scatter"):
+            tile = self.target.tile(self.shape, rank)
+            return [] if tile is None else [(layer, peer, tile) for layer, peer in enumerate(ranks)]
+        sides = self.source, self.target, self.shape
+        return group_between(*sides, self.layout, ranks[0], self.resolved, self.ranks_per_node).arrivals(rank)
 
 
 def _slice(step: Step, rank: int) -> Exchange:

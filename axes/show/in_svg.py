@@ -12,11 +12,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 from axes.show.in_text import Line, panel_lines, title_lines
-from axes.show.panels import Arrows, Board, Cell, Frames, Head, Moves, Panel, Remark, Sheet, Tile, color, widths_of
+from axes.show.panels import Board, Cell, Frames, Head, Moves, Panel, Patch, Remark, Sheet, color, widths_of
 
 LETTER, LINE, CELL, GAP, EDGE = 7.25, 18, 24, 14, 10
 """Pixels: a letter's width, a line of text, a cell's height, between panels, around it all."""
@@ -184,28 +184,26 @@ def _row(cells: Sequence[Cell], widths: Sequence[float], left: float, y: float, 
 
 
 def _moves(moves: Moves) -> Elements:
-    rows = [row for row in moves.rows if isinstance(row, Frames)]
-    left = max([CAPTION, *(len(row.caption) * LETTER + 48 for row in rows)])
+    left = max([CAPTION, *(len(row.caption) * LETTER + 48 for row in moves.rows)])
     lefts = [left + at * (SIDE + APART) for at in range(len(moves.heads))]
-    striped = dict.fromkeys(ranks for row in rows for tiles in row.tiles for *_, ranks in tiles if len(ranks) > 1)
+    striped = dict.fromkeys(ranks for row in moves.rows for held in row.patches for *_, ranks in held if len(ranks) > 1)
     parts = [f"<defs>{''.join(map(_stripes, striped))}</defs>"] if striped else []
     for x, (rank, where) in zip(lefts, moves.heads, strict=True):
         parts += [_text(x + SIDE / 2, 13, f"rank {rank}", "mid"), _text(x + SIDE / 2, 26, where, "mid small")]
-    y, below = float(HEADS), False
+    y = float(HEADS - APART)
     for row in moves.rows:
-        if isinstance(row, Arrows):
-            parts += _arrows(row, lefts, y)
-            y, below = y + STEP, False
-            continue
-        y, height = y + APART * below, SIDE if row.tall else STRIP
+        parts += _arrows(row, lefts, y)
+        y += STEP if row.step else APART
+        height = SIDE if len(row.ways) > 1 else STRIP
         parts += _frames(row, [rank for rank, _ in moves.heads], lefts, y, height)
-        y, below = y + height, True
+        y += height
     return Elements("".join(parts), lefts[-1] + SIDE + 2, y + 2)
 
 
-def _arrows(row: Arrows, lefts: Sequence[float], y: float) -> Iterator[str]:
-    yield _text(0, y + 24, row.lines[0])
-    yield _text(0, y + 39, row.lines[1], "small")
+def _arrows(row: Frames, lefts: Sequence[float], y: float) -> Iterator[str]:
+    """What happened before a row."""
+    for below, kind, text in zip((24, 39), ("", "small"), row.step, strict=False):
+        yield _text(0, y + below, text, kind)
     for source, target in row.arrows:
         lean = SIDE / 2 + 5 * (target - source)
         x1, x2, y2 = lefts[source] + lean, lefts[target] + SIDE - lean, y + STEP - 6
@@ -221,20 +219,20 @@ def _frames(row: Frames, names: Sequence[str], lefts: Sequence[float], y: float,
     yield _text(0, middle, row.caption)
     for at, way in enumerate(row.ways):
         yield _text(lefts[0] - 14, middle + 15 * (at - (len(row.ways) - 1) / 2), way, "small end")
-    for x, tiles, joint in zip(lefts, row.tiles, row.joints, strict=True):
-        yield from chain.from_iterable(_tile(tile, names, x, y, height) for tile in tiles)
+    for x, held, joint in zip(lefts, row.patches, row.joints, strict=True):
+        yield from (_patch(patch, names, x, y, height) for patch in held)
         yield _box("whole", x, y, SIDE, height)
         yield _text(x - APART / 2, middle + 2, joint, "mid joint")
 
 
-def _tile(tile: Tile, names: Sequence[str], x: float, y: float, height: float) -> Iterator[str]:
-    down, across, ranks = tile
+def _patch(patch: Patch, names: Sequence[str], x: float, y: float, height: float) -> str:
+    down, across, ranks = patch
     (top, bottom), (start, stop) = [height * at for at in down], [SIDE * at for at in across]
     label = "+".join(names[rank] for rank in ranks)
     fill = color(ranks[0]) if len(ranks) == 1 else f"url(#{_name(ranks)})"
-    yield _box("tile", x + start + 0.7, y + top + 0.7, stop - start - 1.4, bottom - top - 1.4, fill)
-    if stop - start >= 8 * len(label) + 4 and bottom - top >= 15:
-        yield _text(x + (start + stop) / 2, y + (top + bottom) / 2 + 4, label, "mid on")
+    box = _box("tile", x + start + 0.7, y + top + 0.7, stop - start - 1.4, bottom - top - 1.4, fill)
+    fits = stop - start >= 8 * len(label) + 4 and bottom - top >= 15
+    return box + (_text(x + (start + stop) / 2, y + (top + bottom) / 2 + 4, label, "mid on") if fits else "")
 
 
 def _stripes(ranks: Sequence[int]) -> str:

@@ -83,7 +83,7 @@ class Remark:
     close: bool = False
 
 
-Tile = tuple[tuple[float, float], tuple[float, float], tuple[int, ...]]
+Patch = tuple[tuple[float, float], tuple[float, float], tuple[int, ...]]
 """A part of a tensor: from where to where down and across, as parts of a side, and the numbers of its ranks."""
 
 
@@ -91,22 +91,16 @@ Tile = tuple[tuple[float, float], tuple[float, float], tuple[int, ...]]
 class Frames:
     """A tensor, beside each other as it lies on each rank.
 
-    ways: which dims go down and across. tall: whether one goes down.
-    tiles: the parts that each rank holds. joints: what stands before each rank's frame.
+    step, arrows: what happened before, in two texts, and from which rank to which.
+    ways: which dims go down and across, or across alone. patches: the parts that each rank holds.
+    joints: what stands before each rank's frame.
     """
 
     caption: str
     ways: tuple[str, ...]
-    tall: bool
-    tiles: tuple[tuple[Tile, ...], ...]
+    patches: tuple[tuple[Patch, ...], ...]
     joints: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Arrows:
-    """What happens between two rows of frames: in words, and from which rank to which."""
-
-    lines: tuple[str, str]
+    step: tuple[str, ...] = ()
     arrows: tuple[tuple[int, int], ...] = ()
 
 
@@ -118,12 +112,12 @@ class Moves:
     """
 
     heads: tuple[tuple[str, str], ...]
-    rows: tuple[Frames | Arrows, ...]
+    rows: tuple[Frames, ...]
 
     @property
     def words(self) -> str:
         """The picture in words: how the tensor lies, and what happens in between."""
-        return "; ".join(row.caption if isinstance(row, Frames) else " ".join(row.lines) for row in self.rows)
+        return "; ".join(text for row in self.rows for text in (" ".join(row.step), row.caption) if text)
 
 
 Panel = Board | Listing | Remark | Moves

@@ -1,7 +1,6 @@
 """A plan as a sheet: each step, between whom it moves what, how many bytes, and how long that takes.
 
-What a rank is sent is said by `arrivals` of `axes.show.moves`, from the boxes of the step's exchange. A mesh
-of few ranks is drawn, too.
+What a rank is sent is said by the step's `arrivals`. A mesh of few ranks is drawn, too.
 
 >>> from axes.algebra.mesh import Mesh
 >>> from axes.algebra.plan import plan
@@ -34,13 +33,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from axes.algebra.chunks import Box
+from axes.algebra.chunks import Tile, volume
 from axes.algebra.errors import MeshError
 from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of
 from axes.show.boards import exchange_board, few_rows
-from axes.show.moves import MOST, arrivals, moves_of_plan
+from axes.show.moves import MOST, moves_of_plan
 from axes.show.panels import Listing, Panel, Remark, Room, Sheet
 from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks, time_text
 from axes.show.sharding_sheet import dim_names
@@ -81,7 +80,8 @@ def _tiles(made: Plan) -> Listing:
         tile, size = "nothing", ""
         if sharding.universe.position(made.rank) is not None:
             local = sharding.local_shape(made.shape, made.rank)
-            tile, size = " x ".join(map(str, local)) or "one number", _bytes([[(0, n) for n in local]], made.dtype)
+            tile = " x ".join(map(str, local)) or "one number"
+            size = bytes_text(math.prod(local) * itemsize_of(made.dtype))
         rows.append((f"after {at}" if at else "before", str(sharding), tile, size))
     return Listing(("", "lies as", f"rank {made.rank} holds", ""), tuple(rows), right=(3,))
 
@@ -102,18 +102,20 @@ def _step(made: Plan, number: int, step: Step, names: Sequence[str], room: Room)
         return
 
     @functools.lru_cache(maxsize=4096)
-    def came(rank: int) -> dict[int, tuple[Box, ...]]:
+    def came(rank: int) -> dict[int, Tile]:
         """What comes to a rank, by the rank that it comes from."""
-        return {peer: boxes for peer, boxes in arrivals(step, rank) if _count(boxes)}
+        return {peer: tile for _, peer, tile in step.arrivals(rank) if volume(tile)}
 
     def count(sender: int, receiver: int) -> int:
-        return _count(came(receiver).get(sender, ())) * itemsize_of(made.dtype)
+        return volume(came(receiver)[sender]) * itemsize_of(made.dtype) if sender in came(receiver) else 0
 
     def row(at: int) -> tuple[str, ...]:
-        peer, boxes = received[at]
-        first = "  ".join(f"{name} {start}:{stop}" for name, (start, stop) in zip(names, boxes[0], strict=True))
-        more = f" and {len(boxes) - 1:,} more boxes" if len(boxes) > 1 else ""
-        return f"{peer}{', itself' * (peer == made.rank)}", first + more, _bytes(boxes, made.dtype)
+        peer, tile = received[at]
+        first = "  ".join(f"{name} {start}:{stop}" for name, ((start, stop), *_) in zip(names, tile, strict=True))
+        boxes = math.prod(map(len, tile)) - 1
+        more = f" and {boxes:,} more boxes" if boxes else ""
+        size = bytes_text(volume(tile) * itemsize_of(made.dtype))
+        return f"{peer}{', itself' * (peer == made.rank)}", first + more, size
 
     ends = [[rank for rank in ranks if end.universe.position(rank) is not None] for end in (step.source, step.target)]
     what = "summands that go" if "reduce" in step.kind else "what goes"
@@ -136,11 +138,3 @@ def _groups(step: Step, width: int) -> str:
     except MeshError:
         return f"a group of {step.group_size:,}: {own}"
     return many + (text or f"{own}, {LEFT_OUT}")
-
-
-def _count(boxes: Iterable[Sequence[tuple[int, int]]]) -> int:
-    return sum(math.prod(stop - start for start, stop in box) for box in boxes)
-
-
-def _bytes(boxes: Iterable[Sequence[tuple[int, int]]], dtype: str) -> str:
-    return bytes_text(_count(boxes) * itemsize_of(dtype))

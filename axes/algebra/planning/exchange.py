@@ -223,19 +223,16 @@ class GroupExchange:
 
     def exchange(self, rank: int) -> Exchange:
         """What one rank of the group sends, receives and copies."""
-        held, wanted = self.before.held.get(rank), self.after.held.get(rank)
+        held = self.before.held.get(rank)
         sends: list[Message] = []
         receives: list[Message] = []
         copies: tuple[tuple[Box, Box], ...] = ()
-        if wanted is not None:
-            mine = self.after.tile(wanted)
-            for each in self.before.meeting(mine):
-                there = self.before.tile(each)
-                part = intersection(there, mine)
-                if each == held:
-                    copies = tuple(zip(self.boxes(part, there), self.boxes(part, mine), strict=True))
-                else:
-                    receives.append(self._message(self._sender(each, rank), part, mine, each[0]))
+        for layer, sender, part in self.arrivals(rank):
+            mine = self.after.tile(self.after.held[rank])
+            if sender == rank and held is not None:
+                copies = tuple(zip(self.boxes(part, self.before.tile(held)), self.boxes(part, mine), strict=True))
+            else:
+                receives.append(self._message(sender, part, mine, layer))
         if held is not None:
             for wanted, part in self._parts(held):
                 to = [
@@ -244,6 +241,16 @@ class GroupExchange:
                 sends += [self._message(other, part, self.before.tile(held), held[0]) for other in to]
         layer = 0 if held is None else held[0]
         return Exchange(self.ranks, tuple(sorted(sends)), tuple(sorted(receives)), copies, layer, self.before.layers)
+
+    def arrivals(self, rank: int) -> Iterator[tuple[int, int, Tile]]:
+        """What a rank's tile after the exchange is made of: `(layer, the rank that it comes from, part)`."""
+        wanted, held = self.after.held.get(rank), self.before.held.get(rank)
+        if wanted is None:
+            return
+        mine = self.after.tile(wanted)
+        for each in self.before.meeting(mine):
+            sender = rank if each == held else self._sender(each, rank)
+            yield each[0], sender, intersection(self.before.tile(each), mine)
 
     def _message(self, peer: int, part: Tile, within: Tile, layer: int) -> Message:
         return Message(self.peers[peer], self.boxes(part, within), volume(part), layer)
