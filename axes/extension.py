@@ -41,7 +41,7 @@ from axes.runtime import agreement, torch_private, watching
 from axes.runtime.border import spec_around
 from axes.runtime.checkpoint import parts_of as boxes
 from axes.runtime.factories import Draw, draw_into, kept_at, normal_at, uniform_at
-from axes.runtime.groups import current_world, of_world, time_limit
+from axes.runtime.groups import current_world, of_world
 from axes.runtime.linear import count_writes as written
 from axes.runtime.linear import linear
 from axes.runtime.operation import Listener, Operation, collective, waited
@@ -202,7 +202,6 @@ def agree(
     told: Any = None,
     *,
     advice: str = "",
-    device_type: str = "cpu",
     timeout: timedelta | None = None,
     once: bool = False,
 ) -> list[Any]:
@@ -211,7 +210,7 @@ def agree(
     what: what they agree on, as errors say it. statement: a line that shows what this rank holds; or the error with
     which it fails, which the others are told at once, and which isn't raised here. told: anything that JSON can say.
     advice: what to write instead. once: compare at the first call alone, of these ranks and `what` in this job.
-    timeout: by default that of groups on the `device_type`.
+    timeout: by default that of `axes.init_mesh`, else of the default group.
 
     Raises `DesyncError` on all ranks that came, with both sides, or with who is missing and was last seen where. In a
     simulated world, or without a job, nobody else comes.
@@ -229,7 +228,7 @@ def agree(
     if isinstance(statement, Exception):
         agreement.refuse(world.member, barrier, statement)
         return [told]
-    found = agreement.agree_at(world.member, barrier, statement, timeout or time_limit(device_type), told)
+    found = agreement.agree_at(world.member, barrier, statement, timeout or world.limit, told)
     if once:
         asked.append(True)
     return found

@@ -107,7 +107,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
     "debugging": {
         "axes.runtime": {"watching"},
         "axes.runtime.agreement": {"Barrier", "agree_at", "ranks_text"},
-        "axes.runtime.groups": {"World", "as_timeout", "current_world", "say_why", "time_limit"},
+        "axes.runtime.groups": {"World", "as_timeout", "current_world", "say_why"},
         "axes.runtime.torch_private": {"backward_pass"},
         "axes.runtime.watching": {
             "at_user_place",

@@ -17,7 +17,7 @@ from typing import Any
 from axes.algebra.errors import DesyncError
 from axes.extension import Operation
 from axes.runtime.agreement import Barrier, agree_at, ranks_text
-from axes.runtime.groups import World, as_timeout, current_world, time_limit
+from axes.runtime.groups import World, as_timeout, current_world
 from axes.runtime.watching import at_user_place, whole_text
 
 _SHOWN = 16
@@ -37,7 +37,7 @@ def compare_operation(operation: Operation) -> None:
     whole = whole_text()
     found = world.barrier(f"check-{_lane(operation)}-{world.times_debugged}", operation.ranks, "", _ADVICE)
     subject = f"operation {found.attempt + 1} of {ranks_text(operation.ranks)}"
-    barrier = replace(found, subject=subject, doing=f"{whole}{operation.said}{at_user_place()}")
+    barrier = replace(found, subject=subject, doing=f"{whole}{operation.what}{at_user_place()}")
     told = [*map(list, (operation.sends, operation.receives))] if operation.sends else None
     every = agree_at(world.member, barrier, f"{whole}{operation.compared}", _waits(world, operation), told)
     if told:
@@ -58,7 +58,7 @@ def _lane(operation: Operation) -> str:
 def _waits(world: World, operation: Operation) -> timedelta:
     """How long the ranks wait for one another: in a group that has a timeout of its own, that."""
     own = [entry.options.timeout for entry in world.groups.values() if entry.group.group_name == operation.group]
-    return as_timeout(own[0] if own else None, "timeout") or time_limit(operation.device)
+    return as_timeout(own[0] if own else None, "timeout") or world.limit
 
 
 def _compare_sizes(barrier: Barrier, operation: Operation, every: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from axes.debugging.trace import leave_all, recorder, stop
 from axes.extension import Operation, shown
 from axes.runtime import watching
 from axes.runtime.agreement import agree_at
-from axes.runtime.groups import current_world, say_why, time_limit
+from axes.runtime.groups import current_world, say_why
 from axes.runtime.watching import at_user_place
 
 _WORDS = {
@@ -147,7 +147,7 @@ def _agree_on(check: bool) -> None:
         found = world.barrier("debug", range(world.size), subject, "Ask for the same on all ranks")
         world.times_debugged += 1  # what ranks count of a group, they count since then
         barrier = replace(found, doing=f"axes.debug(check={check}){at_user_place()}")
-        agree_at(world.member, barrier, f"check={check}", time_limit("cpu"))
+        agree_at(world.member, barrier, f"check={check}", world.limit)
 
 
 def _forked() -> None:

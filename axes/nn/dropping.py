@@ -171,8 +171,7 @@ def _compare_generators(mesh: Mesh) -> None:
     said = f"a default CPU generator (seed {torch.initial_seed()}) in the state {state}"
     advice = "seed all ranks alike before it, torch.manual_seed(0); or pass seed=, one number on all ranks"
     ranks = mesh.ranks_of(mesh.layout_of_all) or ()
-    device_type = mesh.device_mesh.device_type
-    agree("the first axes.nn.dropout or sample", ranks, said, advice=advice, device_type=device_type, once=True)
+    agree("the first axes.nn.dropout or sample", ranks, said, advice=advice, once=True)
 
 
 def _without(x: torch.Tensor, sharding: Sharding, shape: tuple[int, ...], seed: int, p: float) -> torch.Tensor:

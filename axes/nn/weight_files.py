@@ -166,7 +166,7 @@ def save_safetensors(
         return f"{path}, {file_bytes} bytes a file", told
 
     def together(step: Callable[[], tuple[str, Any] | None]) -> list[Any]:
-        return _together("save", [("cpu", ranks)], step, "all ranks of the job call it with one folder")
+        return _together("save", [ranks], step, "all ranks of the job call it with one folder")
 
     every = together(listed)
     if len(every) < len(ranks):
@@ -205,7 +205,7 @@ def _tensors(module: torch.nn.Module) -> list[Tied]:
 
 
 def _together(
-    what: str, groups: Iterable[tuple[str, Sequence[int]]], step: Callable[[], tuple[str, Any] | None], advice: str
+    what: str, groups: Iterable[Sequence[int]], step: Callable[[], tuple[str, Any] | None], advice: str
 ) -> list[Any]:
     """What each rank tells of a step, which gives a statement, the same on all ranks of a group, and what it tells.
 
@@ -217,9 +217,9 @@ def _together(
     except Exception as error:  # which the others are told
         said, told = error, None
     every = [told]
-    for device_type, ranks in groups:
+    for ranks in groups:
         try:
-            every = agree(f"{what}_safetensors", ranks, said, told, advice=advice, device_type=device_type)
+            every = agree(f"{what}_safetensors", ranks, said, told, advice=advice)
         except DesyncError as error:
             said = error
     if isinstance(said, OSError):
@@ -229,11 +229,11 @@ def _together(
     return every
 
 
-def _meshes(tensors: Sequence[Tied]) -> list[tuple[str, Sequence[int]]]:
-    """The type of device and the ranks of each mesh that has parameters and this rank, each once."""
+def _meshes(tensors: Sequence[Tied]) -> list[Sequence[int]]:
+    """The ranks of each mesh that has parameters and this rank, each once."""
     meshes = dict.fromkeys(x.device_mesh for _, x in tensors if isinstance(x, DTensor))
     here = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
-    return list(dict.fromkeys((mesh.device_type, tuple(sorted(mesh.mesh.flatten().tolist()))) for mesh in here))
+    return list(dict.fromkeys(tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in here))
 
 
 # --- the files

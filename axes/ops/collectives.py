@@ -346,21 +346,14 @@ def _dim(what: str, x: torch.Tensor, dim: int) -> int:
 
 def _sizes(what: str, sizes: Sequence[int] | None, group: AxisGroup) -> tuple[int, ...]:
     """Sizes of pieces, once it is clear that they are one number for each coordinate."""
-    if sizes is None:
-        raise ShardingError(
-            f"all_to_all takes send_sizes and recv_sizes together; {what} is missing. A small all_to_all over "
-            f"'{group.name}' tells ranks what they receive: axes.all_to_all(torch.tensor(send_sizes), axis).tolist()"
-        )
-    if isinstance(sizes, torch.Tensor):
-        raise ShardingError(f"all_to_all: {what} are Python numbers; found a tensor. Write {what}=counts.tolist()")
     whole = whole_numbers(sizes) if isinstance(sizes, Sequence) else None
-    if whole is None or len(whole) != group.size:
+    if whole is None or len(whole) != group.size or any(not 0 <= n < 2**63 for n in whole):
         raise ShardingError(
-            f"all_to_all: {what} are whole numbers, one for each of the {group.size} coordinates of '{group.name}'; "
-            f"found {shown(sizes)}"
+            f"all_to_all takes send_sizes and recv_sizes together; {what} are Python numbers of 0 or more, one for "
+            f"each of the {group.size} coordinates of '{group.name}'; found {shown(sizes)}. Of a tensor write "
+            ".tolist(); a small all_to_all tells ranks what they receive: "
+            "axes.all_to_all(torch.tensor(send_sizes), axis).tolist()"
         )
-    if any(not 0 <= n < 2**63 for n in whole):
-        raise SizeError(f"all_to_all over '{group.name}': {what} are 0 or more, of 63 bits; found {shown(sizes)}")
     return whole
 
 
@@ -389,22 +382,16 @@ def _neighbours(shift: int | None, group: AxisGroup) -> tuple[int, int]:
 
 def _partners(perm: Pairs, group: AxisGroup) -> tuple[int | None, int | None]:
     """The coordinates to which this rank sends and from which it receives, None where there is none."""
-    if not isinstance(perm, Sequence) or not all(map(_is_pair, perm)):
-        raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shown(perm)}")
-    for place, role in enumerate(("source", "target")):
-        found = [pair[place] for pair in perm]
-        for at in found:
-            if not 0 <= at < group.size:
-                raise ShardingError(
-                    f"ppermute over '{group.name}': coordinates are 0 to {group.size - 1}; found the {role} {at}"
-                )
-            if found.count(at) > 1:
-                raise ShardingError(
-                    f"ppermute over '{group.name}': coordinate {at} is the {role} of several pairs; a rank sends to "
-                    "one and receives from one. To send to several, all_gather and slice"
-                )
+    pairs = perm if isinstance(perm, Sequence) and all(map(_is_pair, perm)) else [(-1, -1)]
+    for each in zip(*pairs, strict=True):
+        if len({*each}) < len(each) or not {*each} <= {*range(group.size)}:
+            raise ShardingError(
+                f"ppermute's perm is a list of pairs (source, target), coordinates 0 to {group.size - 1} of "
+                f"'{group.name}', each the source and the target of one at most; found {shown(perm)}. To send to "
+                "several, all_gather and slice"
+            )
     here = group.coordinate
-    return dict(perm).get(here), {target: source for source, target in perm}.get(here)
+    return dict(pairs).get(here), {target: source for source, target in pairs}.get(here)
 
 
 def _is_pair(given: object) -> bool:

@@ -18,7 +18,6 @@ collectives take 11 and more); in `torch.compile` each is one functional collect
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, MeshError, SizeError
 from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
-from axes.runtime.communicator import communicator, functional_communicator, moved
+from axes.runtime.communicator import Communicator, Functional, communicator, moved
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.operation import Operation, collective, waited
@@ -55,7 +54,7 @@ class AxisGroup:
             self.size, self.coordinate, self.group_name = group.size(), group.rank(), group.group_name
             self.fake = dist.get_backend(group) == "fake"
 
-    @functools.cached_property
+    @property
     def ranks(self) -> Sequence[int]:
         """The global ranks in order."""
         return Universe.of(dist.get_process_group_ranks(self.group)).ranks
@@ -99,7 +98,6 @@ def _group_along(mesh: Mesh, axis: AxisName) -> AxisGroup:
     return group_over(mesh, *axis_layout(mesh, axis))
 
 
-@of_world(1024)
 def group_over(mesh: Mesh, layout: Layout, name: str) -> AxisGroup:
     """The group of a layout through this rank, by the name of the axis or the names of several."""
     return AxisGroup(mesh, name, group_of(mesh, layout, name) if layout.size > 1 else None)
@@ -113,9 +111,6 @@ def axis_layout(mesh: Mesh, axis: AxisName) -> tuple[Layout, str]:
             raise MeshError(f"several axes are a tuple: write {names} for {axis!r}")
         return mesh.layout(axis), axis
     name = " ".join(axis)
-    twice = next((each for at, each in enumerate(axis) if each in axis[:at]), None)
-    if twice is not None:
-        raise MeshError(f"an axis stands once in a product; found '{twice}' twice in {axis}")
     layouts = [mesh.layout(each) for each in axis]
     try:
         return Layout.product(*layouts), name
@@ -191,7 +186,7 @@ def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any
         x = waited(x)
     x = x.resolve_conj().resolve_neg().contiguous()
     if torch.compiler.is_compiling() or type(x) not in PLAIN:
-        return getattr(functional_communicator(group.group_name, group.size, group.fake, x.dtype), by)(x, *how)
+        return getattr(Communicator(Functional(group.group_name, group.size, group.fake), x.dtype), by)(x, *how)
     return collective(_named, described, getattr(communicator(group.group, x.dtype, True), by), x, *how)
 
 
@@ -219,38 +214,33 @@ def _named(
     sends: Sequence[int] = (),
     receives: Sequence[int] = (),
 ) -> Operation:
-    """What the ranks of a group do together, by its public name."""
-    return _named_of(what, x.shape, x.dtype, dims, group, tuple(sends), tuple(receives))
-
-
-@of_world(4096)
-def _named_of(
-    what: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    dims: int | tuple[int, ...] | None,
-    group: AxisGroup,
-    sends: tuple[int, ...],
-    receives: tuple[int, ...],
-) -> Operation:
-    """The same of a tensor of this shape and dtype. The dim by which `sends` count isn't compared."""
-    varies = dims if sends else None
-    tensor = _tensor_text(shape, dtype, varies if isinstance(varies, int) else None)
+    """What the ranks of a group do together, by its public name. The dim by which `sends` count isn't compared."""
+    varies = dims if sends and isinstance(dims, int) else None
     along = "" if dims is None else f", dim {dims}" if isinstance(dims, int) else f", dims {dims[0]} and {dims[1]}"
-    row = math.prod(size for dim, size in enumerate(shape) if dim != dims) if isinstance(dims, int) and sends else 1
+    tensor = _tensor_text(x.shape, x.dtype, varies) + along
+    row = 1 if varies is None else math.prod((*x.shape[:varies], *x.shape[varies + 1 :]))
     counts = [[count * row for count in of] for of in (receives, sends)] if sends else ()
     by, op = _METHODS[what], what.removeprefix("p")
-    sides = moved(by, math.prod(shape), dtype, op, group.size, group.coordinate, *counts)
-    found = _operation(f"{what} over '{group.name}' of {tensor}{along}", by, sides, group)
-    compared, name = f"{what} in {[*group.ranks]} of {tensor}{along}", str(dtype).removeprefix("torch.")
-    return replace(found, kind=what, dtype=name, compared=compared, sends=sends, receives=receives)
+    sides = moved(by, x.numel(), x.dtype, op, group.size, group.coordinate, *counts)
+    return replace(
+        _operation(f"{what} over '{group.name}' of {tensor}", by, sides, group),
+        kind=what,
+        dtype=str(x.dtype).removeprefix("torch."),
+        compared=f"{what} in {[*group.ranks]} of {tensor}",
+        sends=tuple(sends),
+        receives=tuple(receives),
+    )
 
 
 def _operation(what: str, by: str, sides: Sequence[int], group: AxisGroup) -> Operation:
     """What the ranks of a group do together, by which each receives and sends so many bytes."""
-    named = what, by, by, group.name, str(group.group_name), group.ranks, "", group.mesh.binding.device_type
-    compared = f"{what} in {[*group.ranks]}"
-    return Operation(*named, bytes_in=sides[0], bytes_out=sides[1], compared=compared, mesh=group.mesh)
+    return Operation(
+        *(what, by, by, group.name, str(group.group_name), group.ranks, "", group.mesh.binding.device_type),
+        bytes_in=sides[0],
+        bytes_out=sides[1],
+        compared=f"{what} in {[*group.ranks]}",
+        mesh=group.mesh,
+    )
 
 
 _METHODS = {

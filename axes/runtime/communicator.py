@@ -10,6 +10,7 @@ maximum of floats is that of integers in the same order, so that a NaN wins on e
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ def moved(
     return [even if of is None else (sum(of) - of[rank]) * each for of in (receives, sends)]
 
 
-class _Functional:
+class Functional:
     """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
 
     __slots__ = ("is_fake", "name", "size")
@@ -73,9 +74,11 @@ class _Functional:
         self.name, self.size, self.is_fake = name, size, is_fake
 
     def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """The `x` of every rank, end to end."""
         return torch_private.functional("all_gather_into_tensor", x.view(-1), self.size, self.name).view(shape)
 
     def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        """`receives[i]` elements from rank i, to which `sends[i]` go; None where all are equal."""
         each = [x.numel() // self.size] * self.size
         got, given = each if receives is None else receives, each if sends is None else sends
         if self.is_fake and sends is not None and not sum(sends):  # that backend can't receive where nothing is sent
@@ -83,9 +86,11 @@ class _Functional:
         return torch_private.functional("all_to_all_single", x.view(-1), [*got], [*given], self.name).view(shape)
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        """`op` of the `x` of all ranks, a new tensor."""
         return torch_private.functional("all_reduce", x, op, self.name)
 
     def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        """This rank's part of `op` of the `x` of all ranks."""
         return torch_private.functional("reduce_scatter_tensor", x.view(-1), op, self.size, self.name).view(shape)
 
 
@@ -97,11 +102,10 @@ class Communicator:
         self._is_float, self._is_complex = dtype.is_floating_point, dtype.is_complex
         self._is_reduced, self._wide = dtype in REDUCED, _WIDER.get(dtype)
         self._carrier = dtype if dtype in REDUCED or dtype is torch.bool else _CARRIER[dtype.itemsize]
-        if self._carrier is dtype:
-            self.all_gather, self.all_to_all = raw.all_gather, raw.all_to_all
-        else:
-            self._ratio = dtype.itemsize // self._carrier.itemsize
-            self.all_gather, self.all_to_all = self._carried_gather, self._carried_exchange
+        self.all_gather, self.all_to_all = raw.all_gather, raw.all_to_all
+        if self._carrier is not dtype:
+            self.all_gather = functools.partial(self._carried, raw.all_gather)
+            self.all_to_all = functools.partial(self._carried, raw.all_to_all)
 
     all_gather: Callable[[torch.Tensor, Shape], torch.Tensor]
     """The `x` of every rank, end to end."""
@@ -123,19 +127,12 @@ class Communicator:
         part = self._raw.reduce_scatter(wire, op, (*shape, 2) if self._is_complex else shape)
         return self._of_reduced(part, op, divisor)
 
-    def _carried_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        out = self._raw.all_gather(self._as_carried(x), (math.prod(shape) * self._ratio,))
-        return out.view(self._dtype).view(shape)
-
-    def _carried_exchange(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
-        got, given = (None if of is None else [n * self._ratio for n in of] for of in (receives, sends))
-        out = self._raw.all_to_all(self._as_carried(x), got, given, (math.prod(shape) * self._ratio,))
-        return out.view(self._dtype).view(shape)
-
-    def _as_carried(self, x: torch.Tensor) -> torch.Tensor:
+    def _carried(self, run: Callable[..., torch.Tensor], x: torch.Tensor, *counts_and_shape: Any) -> torch.Tensor:
+        (*counts, shape), ratio = counts_and_shape, self._dtype.itemsize // self._carrier.itemsize
         # One element has any stride and is contiguous; a view as a narrower dtype wants stride 1.
         flat = x.view(-1) if x.numel() != 1 else x.as_strided((1,), (1,))
-        return flat.view(self._carrier)
+        scaled = [None if of is None else [n * ratio for n in of] for of in counts]
+        return run(flat.view(self._carrier), *scaled, (math.prod(shape) * ratio,)).view(self._dtype).view(shape)
 
     def _to_reduce(self, x: torch.Tensor, op: str, divisor: int) -> torch.Tensor:
         if not (self._is_reduced or self._wide or (self._is_complex and op == "sum")):
@@ -184,14 +181,6 @@ def _swapped(bits: torch.Tensor) -> torch.Tensor:
 @of_world(512)
 def communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Communicator:
     """The collectives of a group for a dtype; made once."""
-    raw: Any = (
-        torch_private.Collectives(group)
-        if eager
-        else _Functional(group.group_name, group.size(), dist.get_backend(group) == "fake")
-    )
-    return Communicator(raw, dtype)
-
-
-def functional_communicator(name: str, size: int, is_fake: bool, dtype: torch.dtype) -> Communicator:
-    """That of a group by its name, as nodes of a graph."""
-    return Communicator(_Functional(name, size, is_fake), dtype)
+    if eager:
+        return Communicator(torch_private.Collectives(group), dtype)
+    return Communicator(Functional(group.group_name, group.size(), dist.get_backend(group) == "fake"), dtype)

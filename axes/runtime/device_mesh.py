@@ -35,9 +35,8 @@ from axes.runtime.groups import (
     World,
     adopt,
     backend_for,
+    create_groups,
     current_world,
-    groups_of,
-    info_of,
     of_world,
     options_of,
     wrong_with_groups,
@@ -112,7 +111,7 @@ def _teach_torch() -> None:
 
 def _over_root(world: World, mesh: Mesh) -> DeviceMesh:
     """A new `DeviceMesh` of the axes, with their groups."""
-    groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
+    groups = create_groups(mesh, mesh.axis_names)
     key = universe, device_type = mesh.universe, mesh.binding.device_type
     if key not in world.roots:
         world.roots[key] = torch_private.root_device_mesh(device_type, universe.ranks)
@@ -144,7 +143,7 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     groups = {name: device_mesh.get_group(number) for number, name in enumerate(names) if member}
     for name, group in groups.items():
         _check_order(world, mesh, name, group)
-    entries = [(layouts[name], adopt(world, group, layouts[name], name)) for name, group in groups.items()]
+    entries = [(layouts[name], adopt(world, group, name)) for name, group in groups.items()]
     ours = world.roots.setdefault((universe, device), torch_private.root_of(device_mesh))
     torch_private.register_groups(ours, [*groups.values()])
     usual = backend_for(world, device)
@@ -159,12 +158,11 @@ def _check_order(world: World, mesh: Mesh, name: str, group: dist.ProcessGroup) 
     ranks would put their shards elsewhere than the coordinates say; all ranks refuse, and not only
     those on that line.
     """
-    wanted, found, known = [*mesh.axis(name).ranks], dist.get_process_group_ranks(group), info_of(world, group)
-    if found == wanted and ((known is not None and known.origin == "made") or found != sorted(found)):
-        return
-    descending = (line for line in mesh.axis(name).all_ranks() if [*line] != sorted(line))
-    odd = wanted if found != wanted else next(descending, None)
-    if odd is not None:
+    wanted, found, known = [*mesh.axis(name).ranks], dist.get_process_group_ranks(group), world.known(group)
+    keeps_order = (known is not None and known.origin == "made") or found != sorted(found)
+    others = [] if keeps_order else [line for line in mesh.axis(name).all_ranks() if [*line] != sorted(line)]
+    if found != wanted or others:
+        odd = wanted if found != wanted else others[0]
         raise MeshError(
             f"dim {shortened(name)} of the DeviceMesh runs through {ranks_text(odd)} in this order, its process group "
             f"through {ranks_text(sorted(odd) if found == wanted else found)}: torch.distributed sorts the ranks of a "

@@ -47,12 +47,10 @@ from axes.runtime.agreement import (
     failure,
     leave_word,
     ranks_text,
-    refuse,
     without_report,
 )
 
 _FAKE = "fake"
-_WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}
 
 
 def as_timeout(timeout: object, what: str) -> timedelta | None:
@@ -86,10 +84,9 @@ class GroupOptions:
     lane: str | None = None
 
     def __post_init__(self) -> None:
-        if self.backend is not None and not isinstance(self.backend, str):
-            raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {shown(self.backend)}")
-        if self.lane is not None and not (isinstance(self.lane, str) and self.lane.isidentifier()):
-            raise MeshError(f"GroupOptions.lane is a word such as 'gradients'; found {shown(self.lane)}")
+        for field, word, like in (("backend", self.backend, "nccl"), ("lane", self.lane, "gradients")):
+            if word is not None and not (isinstance(word, str) and word):
+                raise MeshError(f"GroupOptions.{field} is a name such as '{like}'; found {shown(word)}")
         object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
 
     @property
@@ -100,12 +97,12 @@ class GroupOptions:
         return " ".join(f"{name}={value}" for name, value in parts if value is not None)
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ProcessGroupInfo:
     """One communicator of this process, and who uses it.
 
-    `names` are those under which it was asked for, `layout` the digits of the first that asked, `options` those of the
-    axis. `origin` is "made" by axes, the "default" group of torch, or "adopted" with a `DeviceMesh`.
+    `names` are those under which it was asked for, `options` those of the axis. `origin` is "made" by axes, the
+    "default" group of torch, or "adopted" with a `DeviceMesh`.
     """
 
     group: dist.ProcessGroup
@@ -113,14 +110,11 @@ class ProcessGroupInfo:
     backend: str
     options: GroupOptions
     origin: str
-    layout: Layout | None = None
     names: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         options = f" {self.options.text}" if self.options.text else ""
         return f"{', '.join(self.names) or '-'}: {ranks_text(self.ranks)}  {self.backend}{options}  {self.origin}"
-
-    __repr__ = __str__
 
 
 class ProcessGroups(list[ProcessGroupInfo]):
@@ -157,10 +151,21 @@ class World:
         self.timeout: timedelta | None = None
         """How long ranks wait for one another, as `init_mesh` has said last; None where it hasn't."""
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}
-        whole = range(self.size)
-        self.groups[whole, self.backend, _NO_OPTIONS] = ProcessGroupInfo(
-            default, whole, self.backend, _NO_OPTIONS, "default"
-        )
+        self.enter(default, (range(self.size), self.backend, _NO_OPTIONS), "default")
+
+    def enter(self, group: dist.ProcessGroup, key: _Key, origin: str) -> ProcessGroupInfo:
+        """Remember a group by what it is."""
+        entry = self.groups[key] = ProcessGroupInfo(group, *key, origin)
+        return entry
+
+    def known(self, group: dist.ProcessGroup) -> ProcessGroupInfo | None:
+        """What is remembered of a group; None of one that axes hasn't met."""
+        return next((entry for entry in self.groups.values() if entry.group is group), None)
+
+    @property
+    def limit(self) -> timedelta:
+        """How long ranks wait for one another: `timeout`, else as long as the default group does."""
+        return self.timeout or torch_private.timeout_of(self.default())
 
     def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str = "") -> Barrier:
         """The next barrier of a kind among these ranks, in whatever order: each call is one attempt.
@@ -196,11 +201,6 @@ def current_world() -> World:
 NOT_RUNNING = "torch.distributed isn't running (any more); axes.init_mesh(...) starts it"
 
 
-def time_limit(device_type: str) -> timedelta:
-    """How long ranks wait for one another on a type of device: as `init_mesh` has said, else as the default group."""
-    return current_world().timeout or torch_private.default_timeout(device_type)
-
-
 _NO_HASH = "unhashable type: non-nested SymInt"
 """What torch says of a symbolic size that is looked up (2.11 to 2.15)."""
 
@@ -219,10 +219,7 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
             world, default = _current, torch_private.default_group()
             if world is None or default is None or world.default() is not default:
                 world = current_world()
-            try:
-                cache = world.caches[make]
-            except KeyError:
-                cache = world.caches[make] = functools.lru_cache(maxsize)(make)
+            cache = world.caches.get(make) or world.caches.setdefault(make, functools.lru_cache(maxsize)(make))
             try:
                 return cache(*key)
             except TypeError as error:
@@ -266,38 +263,17 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
     backend = options.backend or backend_for(world, mesh.binding.device_type)
     key = Universe.of(ranks).ranks, backend, replace(options, backend=None)
     with world.lock:
-        if key not in world.groups:
-            world.groups[key] = _made(world, mesh, key, name)
-        return _asked_for(world.groups[key], layout, name).group
+        entry = world.groups.get(key) or world.enter(_made(world, key, name), key, "made")
+        entry.names = tuple(dict.fromkeys((*entry.names, name)))
+    return entry.group
 
 
-def _asked_for(entry: ProcessGroupInfo, layout: Layout, name: str) -> ProcessGroupInfo:
-    entry.layout = entry.layout or layout
-    entry.names = tuple(dict.fromkeys((*entry.names, name)))
-    return entry
+def create_groups(mesh: Mesh, names: Iterable[str]) -> dict[str, dist.ProcessGroup]:
+    """Makes the groups of these names now, in an order that only layouts and options decide; gives them by name.
 
-
-def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
-    """Makes the groups of these names now, in an order that doesn't depend on that of the names.
-
-    Every rank of the mesh calls it; a rank outside the mesh has nothing to make. Ranks compare the names before: one
-    that has others, or one that the mesh hasn't, is an error on all of them.
+    Every rank of the mesh calls it; a rank outside the mesh has nothing to make, and is given none.
     """
-    world, asked = current_world(), list(names)
-    ranks = mesh.ranks_of(mesh.layout_of_all, world.rank) or [world.rank]
-    subject = f"mesh.create_groups over {ranks_text(ranks)}"
-    barrier = world.barrier("groups", ranks, subject, "All ranks of the mesh call it with the same names")
-    try:
-        named = [(mesh.layout(name), name) for name in asked]
-    except MeshError as error:
-        refuse(world.member, barrier, error)
-        raise
-    agree_at(world.member, barrier, f"the groups of {' '.join(sorted(asked))}", time_limit(mesh.binding.device_type))
-    groups_of(mesh, named)
-
-
-def groups_of(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> dict[str, dist.ProcessGroup]:
-    """The groups of these layouts by name, made in an order that only layouts and options decide; none outside."""
+    named = [(mesh.layout(name), name) for name in names]
     if mesh.universe.position(current_world().rank) is None:
         return {}
     in_order = sorted(named, key=lambda each: (each[0], options_of(mesh, each[0]).text))
@@ -312,7 +288,7 @@ def process_groups() -> ProcessGroups:
     """
     if dist.group.WORLD is None:
         return ProcessGroups()
-    return ProcessGroups(map(copy.copy, current_world().groups.values()))
+    return ProcessGroups(current_world().groups.values())
 
 
 def destroy_process_groups() -> None:
@@ -321,19 +297,16 @@ def destroy_process_groups() -> None:
     All ranks call it. Adopted groups, and a default group that axes didn't start, belong to whoever
     made them. Meshes stay usable: their groups are made anew at the next use.
     """
-    if dist.group.WORLD is None:
-        return
-    world = current_world()
-    _end(world, dist.destroy_process_group, range(world.size))
-    world.groups = {key: each for key, each in world.groups.items() if each.origin == "default"}
+    if dist.group.WORLD is not None:
+        world = current_world()
+        _end(world, dist.destroy_process_group, [*world.groups.values()])
 
 
 def abort_groups(mesh: Mesh) -> None:
     """Ends the groups among this rank's part of a mesh, now and without its other ranks."""
     world = current_world()
-    here = mesh.ranks_of(mesh.layout_of_all, world.rank)
-    if here is not None:
-        _end(world, torch_private.abort_group, here)
+    here = frozenset(mesh.ranks_of(mesh.layout_of_all, world.rank) or ())
+    _end(world, torch_private.abort_group, [each for each in world.groups.values() if here.issuperset(each.ranks)])
 
 
 def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
@@ -341,46 +314,36 @@ def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
 
     A group that others use as well is left to them.
     """
-    world = current_world()
-    ended = [key for key, entry in world.groups.items() if entry.group is group and entry.options.lane == lane]
-    for key in ended:
-        del world.groups[key]
-        torch_private.abort_group(group)
-        world.caches.clear()
+    entry = current_world().known(group)
+    if entry is not None and entry.options.lane == lane:
+        _end(current_world(), torch_private.abort_group, [entry])
 
 
-def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], ranks: Sequence[int]) -> None:
-    """Ends the groups that axes made among these ranks, and among all of them a world that it started; forgets what was
+def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], entries: Sequence[ProcessGroupInfo]) -> None:
+    """Ends those of these groups that axes made, and with the default group a world that it started; forgets what was
     made of groups.
     """
     global times_destroyed
     times_destroyed += 1
     torch_private.forget_dtensor_world()
-    among = frozenset(ranks)
-    ended = [key for key, each in world.groups.items() if each.origin == "made" and among.issuperset(each.ranks)]
-    for entry in sorted(map(world.groups.pop, ended), key=lambda entry: entry.group.group_name):
-        with contextlib.suppress(ValueError):  # it has been ended
-            end(entry.group)
+    world.groups = {key: e for key, e in world.groups.items() if e.origin == "default" or e not in entries}
+    for entry in sorted(entries, key=lambda entry: entry.group.group_name):
+        if entry.origin == "made":
+            with contextlib.suppress(ValueError):  # it has been ended
+                end(entry.group)
     for known in (world.meshes, world.roots, world.caches):
         known.clear()
-    if world.started_here and len(ranks) == world.size:
+    if world.started_here and any(entry.origin == "default" for entry in entries):
         end(None)
         forget_groups()
 
 
-def adopt(world: World, group: dist.ProcessGroup, layout: Layout, name: str) -> ProcessGroupInfo:
+def adopt(world: World, group: dist.ProcessGroup, name: str) -> ProcessGroupInfo:
     """What axes knows of a group that somebody else made: enters it, unless it or one of this content is known."""
-    entry = info_of(world, group)
-    if entry is None:
-        ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
-        what = ranks, str(dist.get_backend(group)), _NO_OPTIONS
-        entry = _asked_for(world.groups.setdefault(what, ProcessGroupInfo(group, *what, "adopted")), layout, name)
+    key = Universe.of(dist.get_process_group_ranks(group)).ranks, str(dist.get_backend(group)), _NO_OPTIONS
+    entry = world.known(group) or world.groups.get(key) or world.enter(group, key, "adopted")
+    entry.names = entry.names or (name,)
     return entry
-
-
-def info_of(world: World, group: dist.ProcessGroup) -> ProcessGroupInfo | None:
-    """What axes knows of a group; None of one that it hasn't met."""
-    return next((entry for entry in world.groups.values() if entry.group is group), None)
 
 
 def own_backend(device_type: str) -> str | None:
@@ -418,19 +381,10 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
     if not isinstance(options, GroupOptions):
         raise MeshError(f"options['{name}'] is a GroupOptions(backend=, pg_options=, timeout=); found {shown(options)}")
     backend = options.backend or backend_for(world, device_type)
-    used = {part.rpartition(":")[2].lower() for part in backend.split(",")}
-    known = dist.Backend.backend_list if world.fake else filter(dist.is_backend_available, dist.Backend.backend_list)
-    if absent := sorted(used.difference(known)):
-        raise MeshError(f"options['{name}']: this torch has no backend {', '.join(map(shortened, absent))}")
-    if device_type not in torch_private.served_devices(backend):
-        raise MeshError(f"options['{name}']: backend {shortened(backend)} doesn't serve '{device_type}'")
-    if options.pg_options is not None and used <= _WITHOUT_OPTIONS:
-        raise MeshError(
-            f"options['{name}']: {', '.join(sorted(used))} takes no pg_options, and torch would ignore them"
-        )
-    if backend == backend_for(world, device_type):
-        return replace(options, backend=None)
-    return options
+    served = {each.rpartition(":")[2].lower() for each in backend.split(",")} <= {*dist.Backend.backend_list}
+    if not served or device_type not in torch_private.served_devices(backend):
+        raise MeshError(f"options['{name}']: torch has no backend {shortened(backend)} that serves '{device_type}'")
+    return replace(options, backend=None if backend == backend_for(world, device_type) else backend)
 
 
 def options_of(mesh: Mesh, layout: Layout) -> GroupOptions:
@@ -438,7 +392,7 @@ def options_of(mesh: Mesh, layout: Layout) -> GroupOptions:
     return dict(mesh.binding.options).get(layout, _NO_OPTIONS)
 
 
-def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
+def _made(world: World, key: _Key, name: str) -> dist.ProcessGroup:
     ranks, backend, options = key
     advice = (
         "Ranks that first use overlapping groups in different orders wait for one another; "
@@ -446,10 +400,10 @@ def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
     )
     barrier = world.barrier("group", ranks, f"the group of {ranks_text(ranks)} ('{name}')", advice)
     said = [ranks_text(ranks), "in this order,", backend, options.text, watching.statement]
-    agree_at(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
+    agree_at(world.member, barrier, " ".join(filter(None, said)), world.limit)
     content = hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
     again = f"_{barrier.attempt}" if barrier.attempt else ""
-    timeout: Any = options.timeout or torch_private.default_timeout(mesh.binding.device_type)
+    timeout: Any = options.timeout or world.limit
     connect = functools.partial(
         torch_private.make_group,
         f"axes_{digest(ranks)}_{content}{again}",
@@ -460,8 +414,7 @@ def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
         timeout,
         f"axes {name}",
     )
-    group = connect() if world.fake else connected(world.member, barrier, timeout.total_seconds(), connect)
-    return ProcessGroupInfo(group, *key, "made")
+    return connect() if world.fake else connected(world.member, barrier, timeout.total_seconds(), connect)
 
 
 def say_why(text: str) -> None:
@@ -470,9 +423,11 @@ def say_why(text: str) -> None:
         leave_word(current_world().member, text.replace("\n", "\n    "))
 
 
-def who_else_failed(ranks: Sequence[int], what: str) -> str:
-    """Reports that `what` these ranks do together fails on this one; lines that say which of them report nothing."""
+def who_else_failed(ranks: Sequence[int], what: str) -> tuple[int, str]:
+    """Reports that `what` these ranks do together fails on this one. Its rank, and lines that say which of the others
+    report nothing.
+    """
+    if not dist.is_initialized() or current_world().rank not in ranks:
+        return 0, ""
     world = current_world()
-    if world.rank not in ranks:
-        return ""
-    return without_report(world.member, iter(lambda: world.barrier("failure", ranks, failure(what)), None))
+    return world.rank, without_report(world.member, iter(lambda: world.barrier("failure", ranks, failure(what)), None))

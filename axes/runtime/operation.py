@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError
 from axes.runtime import torch_private, watching
@@ -40,8 +39,7 @@ class Operation:
     sent. later: whether the call returns before the collective has ended (`async_op`). together: whether all ranks of
     the group take part. compared: what is the same on all ranks, which names aren't; "" where nothing is compared.
     sends[i] and receives[i]: for and from the i-th of the ranks, where each says what comes from whom. mesh: that of
-    the axis, if there is one. part: says which collectives a plan has. short: what errors call it, where they
-    call it otherwise.
+    the axis, if there is one.
     """
 
     what: str
@@ -61,13 +59,6 @@ class Operation:
     sends: Sequence[int] = ()
     receives: Sequence[int] = ()
     mesh: Any = None
-    part: Callable[[], str] | None = None
-    short: str = ""
-
-    @property
-    def said(self) -> str:
-        """What errors call it."""
-        return self.short or self.what
 
 
 Listener = Callable[[Operation], Callable[[], None] | None]
@@ -82,7 +73,7 @@ def collective(describe: Callable[..., Operation], subject: tuple[Any, ...], run
     try:
         return heard(describe(*subject), run, *args) if watching.listeners else run(*args)
     except RuntimeError as error:
-        raise_located(error, describe, *subject)
+        raise_located(error, describe(*subject))
 
 
 def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
@@ -95,19 +86,16 @@ def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
     return result
 
 
-def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
-    """Raises what says that `describe(*subject)` failed, for which line, and between which ranks; the error itself
-    where it is this rank's own.
+def raise_located(error: RuntimeError, operation: Operation) -> NoReturn:
+    """Raises what says that an operation failed, for which line, and between which ranks; the error itself where it is
+    this rank's own.
     """
     if isinstance(error, OF_ONE_RANK):
         raise error
-    operation, (rank, others) = describe(*subject), (0, "")
-    part = f", in its {operation.part()}" if operation.part else ""
     first = str(error).strip().splitlines() or [type(error).__name__]
-    if dist.is_initialized():
-        rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.said)
+    rank, others = who_else_failed(operation.ranks, operation.what)
     raise DesyncError(
-        f"{whole_text()}{operation.said} failed on rank {rank}{part}{at_user_place()}\n"
+        f"{whole_text()}{operation.what} failed on rank {rank}{at_user_place()}\n"
         f"  with {ranks_text(operation.ranks)}: {first[0]}{others}\n"
         "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
         "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"
@@ -125,16 +113,4 @@ def waited(x: torch.Tensor) -> torch.Tensor:
     try:
         return x.trigger_wait()
     except RuntimeError as error:
-        if (found := getattr(x, _OPERATION, None)) is not None:
-            raise_located(error, *found)
         raise DesyncError(f"a collective that was under way failed{at_user_place()}: {error}") from error
-
-
-_OPERATION = "_operation_of_axes"
-
-
-def under_way(x: torch.Tensor, *described: Any) -> torch.Tensor:
-    """`x`, which knows by what its `Operation` is described, in case that it never comes."""
-    if isinstance(x, torch_private.UnderWay):
-        setattr(x, _OPERATION, described)
-    return x

@@ -42,7 +42,6 @@ from axes.algebra.plan import Plan, Step, cuts_of
 from axes.algebra.planning.exchange import Exchange, Message, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private, watching
-from axes.runtime.agreement import ranks_text
 from axes.runtime.communicator import REDUCED, communicator, moved
 from axes.runtime.groups import group_of, of_world
 from axes.runtime.operation import Operation, heard
@@ -190,12 +189,7 @@ class BoundProgram:
             *(self.said, "redistribution", "", "", "", members, made.dtype, program.device_type),
             compared=f"{made.fingerprint} of {self.tensor}" if program.sends else "",
             mesh=mesh,
-            part=self._collectives,
         )
-
-    def _collectives(self) -> str:
-        """The collectives of this rank's, as errors show them."""
-        return " or ".join([part_text(each.step, each.group) for each in self.program.steps if each.group is not None])
 
     @property
     def said(self) -> str:
@@ -284,12 +278,6 @@ def _chained(stages: Sequence[Run]) -> Run:
         return lambda x: two(one(x))
 
     return functools.reduce(then, stages) if stages else lambda x: x
-
-
-def part_text(step: Step, group: dist.ProcessGroup) -> str:
-    """A step as errors show it."""
-    axes = f" over '{' '.join(step.axes)}'" if step.axes else ""
-    return f"{step.kind}{axes} of {ranks_text(Universe.of(dist.get_process_group_ranks(group)).ranks)}"
 
 
 def name_of(dtype: torch.dtype | None) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,11 +34,7 @@ from axes.runtime.axis_groups import AxisGroup
 from axes.runtime.gradients import on_own_axes, transposed
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.linear import Kept, Map, both_ways, linear, writable
-from axes.runtime.operation import (
-    raise_located,
-    under_way,
-    waited,
-)
+from axes.runtime.operation import raise_located, waited
 from axes.runtime.packing import slices_of
 from axes.runtime.programs import BoundProgram, Program, Run, check_dtypes, name_of
 from axes.runtime.symbols import found_for, hints, is_symbolic, vary
@@ -92,14 +87,11 @@ def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torc
             return made.eager(sent)
         if sent is local and made.program.sends:
             sent = sent.clone()  # the caller may write to its own before it has been sent
-        return under_way(made.later(sent), _OPERATION, made)
+        return made.later(sent)
     except RuntimeError as error:
         if not made.program.sends:
             raise
-        raise_located(error, _OPERATION, made)
-
-
-_OPERATION = operator.attrgetter("operation")
+        raise_located(error, made.operation)
 
 
 def carried(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:

@@ -40,8 +40,11 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
     >>> dist.is_initialized()
     False
     """
-    world_size = _checked("world size", world_size, 1, MOST, f"simulate makes a world of 1 to {MOST:,} ranks")
-    rank = _checked("rank", rank, 0, world_size - 1, f"a world of {world_size:,} has ranks 0 to {world_size - 1:,}")
+    size, at = whole_number(world_size), whole_number(rank)
+    if size is None or not 1 <= size <= MOST:
+        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, a whole number; found {shown(world_size)}")
+    if at is None or not 0 <= at < size:
+        raise AxesError(f"a world of {size:,} has ranks 0 to {size - 1:,}, whole numbers; found {shown(rank)}")
     if dist.is_initialized():
         raise AxesError(
             f"simulate makes a world, and this process is in one already (rank {dist.get_rank()} "
@@ -49,7 +52,7 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
             f"torch.distributed.destroy_process_group()"
         )
     forget_dtensor_world()  # a world that ran here before
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    dist.init_process_group("fake", rank=at, world_size=size)
     ours = dist.group.WORLD
     try:
         yield
@@ -58,12 +61,3 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
         forget_dtensor_world()
         if dist.group.WORLD is ours:  # not where the block ended it
             dist.destroy_process_group()
-
-
-def _checked(name: str, value: object, least: int, most: int, said: str) -> int:
-    found = whole_number(value)
-    if found is None:
-        raise AxesError(f"the {name} is a whole number, not {shown(value)}")
-    if not least <= found <= most:
-        raise AxesError(f"{said}, not {f'{found:,}' if abs(found) < 10**30 else shown(found)}")
-    return found

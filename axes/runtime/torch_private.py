@@ -6,7 +6,7 @@ never by its version number.
 | here | private API of torch | what public API would replace it |
 | --- | --- | --- |
 | `served_devices` | `BackendConfig`, which isn't documented | `torch.distributed.BackendConfig` |
-| `default_timeout` | `options._timeout` | `ProcessGroup.timeout` |
+| `timeout_of` | `options._timeout` | `ProcessGroup.timeout` |
 | `usual_timeout` | `_get_default_timeout` | `torch.distributed.default_pg_timeout` by backend |
 | `make_group` | `_new_process_group_helper`, `_world.pg_group_ranks` | `new_group(group_name=, sort_ranks=)` |
 | `backend_over` | constructors of backends, which aren't documented | a group over a store alone |
@@ -117,15 +117,12 @@ def served_devices(backend: str) -> dict[str, str]:
     }
 
 
-def default_timeout(device_type: str) -> timedelta:
-    """How long the default group waits, read from its backend for a device. Backends without options (plugins) have
-    the timeout of their store.
-    """
-    default = c10d._get_default_group()
+def timeout_of(group: Any) -> timedelta:
+    """How long a group waits. Backends without options (plugins) have the timeout of their store."""
     try:
-        return default._get_backend(torch.device(device_type)).options._timeout
+        return group._get_backend(group._device_types[0]).options._timeout
     except (AttributeError, RuntimeError):
-        return default.get_group_store().timeout
+        return group.get_group_store().timeout
 
 
 usual_timeout: Callable[[str], timedelta] = c10d._get_default_timeout

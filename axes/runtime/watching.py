@@ -125,9 +125,7 @@ def line_of_code(code: CodeType, instruction: int) -> str:
 
 
 def _short(file: str) -> str:
-    """A path from the working directory, or from the folder of the program."""
-    program = getattr(sys.modules["__main__"], "__file__", None) or ""
+    """A path from the working directory."""
     with contextlib.suppress(OSError):  # the working directory has been removed
-        for folder in (os.getcwd(), os.path.dirname(os.path.abspath(program))):
-            file = file.removeprefix(folder + os.sep)
+        return file.removeprefix(os.getcwd() + os.sep)
     return file

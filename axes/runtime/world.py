@@ -50,7 +50,6 @@ from axes.runtime.groups import (
     destroy_process_groups,
     own_backend,
     serves,
-    time_limit,
 )
 
 _DEBUGGING = {"AXES_CHECK", "AXES_TRACE"}
@@ -139,8 +138,8 @@ def init_mesh(
         if starts and world.size == 1:
             destroy_process_groups()  # so that what the error advises can be done in this process
         raise
-    _agree(world, mesh, waits)
     world.timeout = waits or world.timeout
+    _agree(world, mesh)
     if waits is not None and not world.fake and (default := dist.group.WORLD) is not None:
         with contextlib.suppress(RuntimeError):  # a backend without limits, as mpi
             default.set_timeout(waits)
@@ -239,10 +238,11 @@ def _checked_device(device_type: object) -> str:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         served = accelerator is not None and (dist.group.WORLD is None or serves(current_world(), accelerator.type))
         return accelerator.type if served else "cpu"
-    if not isinstance(device_type, str) or not device_type.isalpha():
-        raise MeshError(f"device_type is a name without an index, such as 'cuda' or 'cpu'; found {shown(device_type)}")
-    if own_backend(device_type) is None:
-        raise MeshError(f"torch.distributed has no backend for device type {shown(device_type)}")
+    if not isinstance(device_type, str) or not device_type.isalpha() or own_backend(device_type) is None:
+        raise MeshError(
+            "device_type is a name without an index, such as 'cuda' or 'cpu', for which torch.distributed has a "
+            f"backend; found {shown(device_type)}"
+        )
     return device_type
 
 
@@ -282,7 +282,7 @@ def _barrier(world: World, universe: Universe) -> Barrier:
     return world.barrier("mesh", universe.ranks, f"init_mesh over {ranks_text(universe.ranks)}", _ADVICE)
 
 
-def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
+def _agree(world: World, mesh: Mesh) -> None:
     universe, binding = mesh.universe, mesh.binding
     if universe.position(world.rank) is None:
         declared = f"init_mesh over {ranks_text(universe.ranks)}"
@@ -294,4 +294,4 @@ def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
     order = ranks_text(universe.ranks)
     parts = [mesh.declaration, order, binding.device_type, *nodes, *options, watching.statement]
     statement = " | ".join(filter(None, parts))
-    agree_at(world.member, _barrier(world, universe), statement, waits or time_limit(binding.device_type))
+    agree_at(world.member, _barrier(world, universe), statement, world.limit)

@@ -282,8 +282,6 @@ def _axes_of(mesh: Mesh | None, group: dist.ProcessGroup, ranks: Sequence[int]) 
         if len(through) == len(ranks) and [*through] == [*ranks]:
             return (name,)
     info = next((each for each in process_groups() if each.group.group_name == group.group_name), None)
-    if info is not None and info.layout is not None and mesh is not None and mesh.layout_of_all.contains(info.layout):
-        return mesh.calls(info.layout)
     if info is None:
         return ()
     return tuple(next(iter(info.names), "").split()) or (("world",) if info.origin == "default" else ())

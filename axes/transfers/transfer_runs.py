@@ -174,7 +174,6 @@ class JobExecution(Execution):
             together=False,  # a rank waits for those that it exchanges with
             compared=f"{self.said} {self.move.fingerprint}",
             mesh=self.mesh,
-            short=self.said,
         )
 
     def _comparison(self) -> Operation:
@@ -199,7 +198,7 @@ class JobExecution(Execution):
         if wrong or (some and others) or most != -least:
             into = f"into= {'is left out' if new else 'is passed'}" if receives else ""
             mine = None if error is None else str(error), into, self.move.described
-            told = agree("axes.transfer", self.ranks, "", mine, device_type=self.device.type)
+            told = agree("axes.transfer", self.ranks, "", mine)
             raise self._disagreement(told) if error is None else error
 
     def _disagreement(self, told: list[tuple[str | None, str, str]]) -> AxesError:
