@@ -225,11 +225,8 @@ def agree(
     if world.fake or len(ranks) == 1 or asked:
         return [told]
     barrier = world.barrier(what, ranks, f"{what} over {agreement.ranks_text(ranks)}", advice)
-    if isinstance(statement, Exception):
-        agreement.refuse(world.member, barrier, statement)
-        return [told]
     found = agreement.agree_at(world.member, barrier, statement, timeout or world.limit, told)
-    if once:
+    if once and isinstance(statement, str):
         asked.append(True)
     return found
 

@@ -308,16 +308,12 @@ REGIONS = (
     )],
     ("axes.shard_map(lambda x, y: x, 'b d, b d -> b d')(D('b d', 4, 6), L(4, 6))", "ShardingError", "tensor 1 among the arguments is a plain one"),
     ("axes.shard_map(lambda x: axes.psum(x, 'tq'), 'b -> b')(D('b', 4))", "MeshError", "the mesh has no axis 'tq'"),
-    *[(f"axes.shard_map(torch.neg, 'n -> n', check={check})", "ShardingError", "check is True, False, or a tolerance between 0 and 1, like 1e-6; found ") for check in ("1", "-1e-6", "1.0", "float('nan')", "'1e-6'", "None")],
+    *[(f"axes.shard_map(torch.neg, 'n -> n', check={check})", "ShardingError", "check is True or False; found ") for check in ("1", "-1e-6", "1.0", "float('nan')", "'1e-6'", "None")],
     *[(f"axes.shard_map(lambda t: {result}, 'n -> n')({given})", "ShardingError", said, "torch.export.register_dataclass(...)", "shard_map 'n -> n'") for result, given, said in (
         ("{t}", "D('n', 4)", "the function returned a value of type set, in which a region can't see tensors"),
         ("[t, map(abs, [t])]", "D('n', 4)", "the function returned a value of type map"),
         ("{'a': t, 'b': object()}", "D('n', 4)", "the function returned a value of type object"),
         ("(t, torch.nn.Linear)", "D('n', 4)", "the function returned a value of type type"),
-        ("t", "{D('n', 4)}", "among the arguments is a value of type set, in which a region can't see tensors"),
-        ("t", "[frozenset([D('n', 4)])]", "among the arguments is a value of type frozenset"),
-        ("t", "(x for x in [D('n', 4)])", "among the arguments is a value of type generator"),
-        ("t", "{'a': D('n', 4)}.values()", "among the arguments is a value of type dict_values"),
     )],
 )
 SPECS = (

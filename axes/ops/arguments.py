@@ -19,8 +19,7 @@ import dataclasses
 import enum
 import inspect
 import numbers
-import types
-from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ class Tree(NamedTuple):
 
 
 def taken_apart(tree: Any, check: Callable[[Any], None], what: str = "an argument of a region") -> Tree:
-    """A tree by its leaves. `check` refuses what may be no part of it; `ShardingError` for a tree without an end."""
+    """A tree by its leaves. `check` is given what else there is in it; `ShardingError` for a tree without an end."""
     try:
         leaves, structure = torch_private.take_apart(tree)
     except RecursionError:
@@ -104,23 +103,6 @@ def check_result(passed: Sequence[object], part: Any) -> None:
             f"tensors, numbers and text in {_TREES}; or make the {type(part).__name__} outside and pass it: an "
             "argument may be returned"
         )
-
-
-def check_argument(passed: list[object], part: Any) -> None:
-    """Refuse an argument that hides tensors, or that can be looked into once only; note any other in `passed`."""
-    inside: Iterable[Any] = part.values() if isinstance(part, Mapping) else part if isinstance(part, _SETS) else ()
-    if dataclasses.is_dataclass(part):
-        inside = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
-    if isinstance(part, _ONCE) or any(isinstance(x, torch.Tensor) for x in inside):
-        raise ShardingError(
-            f"among the arguments is a value of type {_named(part)}, in which a region can't see tensors; pass them in "
-            f"{_TREES}"
-        )
-    passed.append(part)
-
-
-_ONCE = (types.GeneratorType, map, filter, zip)
-_SETS: Any = (set, frozenset, MappingView)
 
 
 def _named(part: object) -> str:

@@ -49,7 +49,7 @@ class RegionCall(NamedTuple):
 
     expression: str
     mesh: Mesh | None = None
-    check: bool | float = False
+    check: bool = False
     named: NamedSpecs = NamedSpecs()
 
 

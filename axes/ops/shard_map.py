@@ -66,13 +66,12 @@ from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, pop_mesh, push_m
 from axes.ops.arguments import (
     Tree,
     are_plain,
-    check_argument,
     check_result,
     named_specs,
     taken_apart,
 )
 from axes.ops.module_regions import ModuleFunction, RegionCall, region_of_module
-from axes.ops.region_checks import Check, Function, check_gradients, check_outputs
+from axes.ops.region_checks import Function, check_gradients, check_outputs
 from axes.ops.regions import (
     Asked,
     Placed,
@@ -120,7 +119,7 @@ class Decorator(Protocol):
 
 @overload
 def shard_map(
-    fn: M, expression: str, /, mesh: Mesh | None = None, check: Check = False, results: Names = None, **specs: str
+    fn: M, expression: str, /, mesh: Mesh | None = None, check: bool = False, results: Names = None, **specs: str
 ) -> M: ...
 
 
@@ -130,7 +129,7 @@ def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any
     expression: str,
     /,
     mesh: Mesh | None = None,
-    check: Check = False,
+    check: bool = False,
     results: Names = None,
     **specs: str,
 ) -> Callable[P, DTensor]: ...
@@ -142,7 +141,7 @@ def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any
     expression: str,
     /,
     mesh: Mesh | None = None,
-    check: Check = False,
+    check: bool = False,
     results: Names = None,
     **specs: str,
 ) -> Callable[P, tuple[DTensor, ...]]: ...
@@ -154,7 +153,7 @@ def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any
     expression: str,
     /,
     mesh: Mesh | None = None,
-    check: Check = False,
+    check: bool = False,
     results: Names = None,
     **specs: str,
 ) -> Callable[P, R]: ...
@@ -166,7 +165,7 @@ def shard_map(
     expression: None = None,
     /,
     mesh: Mesh | None = None,
-    check: Check = False,
+    check: bool = False,
     results: Names = None,
     **specs: str,
 ) -> Decorator: ...
@@ -177,7 +176,7 @@ def shard_map(
     expression: str | None = None,
     /,
     mesh: Mesh | None = None,
-    check: Check = False,
+    check: bool = False,
     results: Names = None,
     **specs: str,
 ) -> Any:
@@ -195,8 +194,7 @@ def shard_map(
 
     Also a decorator, `@axes.shard_map("b@dp s -> b@dp s")`. With `check=True` every call compares,
     over the ranks, the outputs and cotangents that claim to be replicated: costly, for debugging. They
-    are equal bit by bit (so 0.0 isn't -0.0, but NaN is NaN), or with a tolerance, `check=1e-6`, as far as
-    that times the largest value.
+    are equal bit by bit (so 0.0 isn't -0.0, but NaN is NaN).
 
     A split dim of a result has the global size that its name has on the left, or inline (`f=8@tp`). That of a
     new name the ranks tell each other, in one small all-gather at each call, for which the host waits. Raises
@@ -211,8 +209,8 @@ def shard_map(
     ...     y.shape, y.to_local().shape, axes.spec_of(y)
     (torch.Size([4, 8]), torch.Size([2, 2]), '_@dp _@tp')
     """
-    if not isinstance(check, bool) and not (isinstance(check, float) and 0 < check < 1):
-        raise ShardingError(f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shown(check)}")
+    if not isinstance(check, bool):
+        raise ShardingError(f"check is True or False; found {shown(check)}")
     if isinstance(fn, str) and expression is None:
         read_region(fn)
         return lambda function: shard_map(function, fn, mesh, check, results, **specs)
@@ -254,7 +252,7 @@ def run_region(fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Ma
 
 def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any]) -> Any:
     asked, tree, passed = _asked(call, args, kwargs)
-    of_module, tensors, check = fn if isinstance(fn, ModuleFunction) else None, tree.tensors, call.check
+    of_module, tensors = fn if isinstance(fn, ModuleFunction) else None, tree.tensors
     plain = of_module is not None and are_plain(tensors)
     if plain:
         asked, tensors = _declared(asked, tensors)
@@ -266,8 +264,8 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
         of_module.mesh, of_module.tensor_mesh = region.mesh, region.tensor_mesh
     inside = functools.partial(_inside, fn, region.mesh, tree)
     shards, result = on_shards(inside, list(map(used, tensors)), map(_COUNTED, region.inputs), changes)
-    if check:
-        check_gradients(region, shards, check)
+    if call.check:
+        check_gradients(region, shards)
     found = _results(result, passed)
     if call.named.results is not None:
         region = region_of(call.named.of_results(asked[0], result), *asked[1:], held, plain)
@@ -277,8 +275,8 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     if check_closed(found.tensors, module) and changes is not None:
         changes.watch(pairs)
     outputs = _entered(region, _unshared(found.tensors, others), changes)
-    if check:
-        check_outputs(region, outputs, check)
+    if call.check:
+        check_outputs(region, outputs)
     return found.holding([_undeclared(y) for y in outputs] if plain else outputs)
 
 
@@ -287,7 +285,7 @@ def _asked(call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if call.mesh is not None and type(call.mesh) is not Mesh:
         checked_mesh(call.mesh)
     passed: list[object] = []
-    tree, text = taken_apart((args, kwargs), functools.partial(check_argument, passed)), call.expression
+    tree, text = taken_apart((args, kwargs), passed.append), call.expression
     if call.named.arguments or call.named.results is not None:
         text = call.named.of_call(text, args, kwargs)
     return (text, ambient_mesh() if call.mesh is None else call.mesh, call.mesh is not None), tree, passed

@@ -15,7 +15,7 @@ line of text, and the barrier *ends* well when all members have stated the same:
 A barrier ends once, for all: whoever comes later reads the same end. It ends badly when
 
 - a rank states something else: at once, with both statements;
-- a rank raised an error of its own before it came (`refuse`): at once, with that error;
+- a rank states an error of its own, with which it can't come: at once, with that error;
 - the time is up: with the ranks that didn't come, and what each was last seen waiting for. The rank that
   stated first says the same in a warning after half a minute.
 
@@ -33,6 +33,7 @@ seconds longer than for the other ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import threading
@@ -132,42 +133,33 @@ class Barrier:
         return f"{self.subject}: {self.doing}" if self.doing else self.subject
 
 
-def agree_at(member: Member, barrier: Barrier, statement: str, timeout: timedelta, told: Any = None) -> list[Any]:
+def agree_at(
+    member: Member, barrier: Barrier, statement: str | Exception, timeout: timedelta, told: Any = None
+) -> list[Any]:
     """Return when every member of the barrier has stated the same; `DesyncError` on all otherwise.
 
     Waits `timeout` at most, and on rank 0 up to five seconds more where the barrier fails. No key of the barrier stays
     in the store when all members have read how it ended. Gives what each member has `told` the others, as JSON can say
     it, in the order of the members.
+
+    A rank that can't come states the error that it raises: that ends the barrier for all its members, and isn't raised
+    here.
     """
+    subject, limit = barrier.subject, timeout.total_seconds()
     if len(barrier.members) == 1:
         return [told]
-    limit = timeout.total_seconds()
-    return asked(
-        barrier.subject,
-        limit + LINGER_SECONDS,
-        lambda: _agreed(member, barrier, statement, limit, told),
-        member.store_name,
-    )
-
-
-def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
-    """Ends a barrier for all its members because this rank can't come: it raises `error`."""
-    said = _indented(f"{type(error).__name__}: {error}")
-
-    def end() -> None:
-        _leave_note(member, f"raised in {barrier.subject}: {said}")
-        _end(member, barrier, f"{member.who([member.rank])} can't take part in {barrier.subject}, it raised {said}")
-        _leave(member, barrier, len(barrier.members))
-
-    if len(barrier.members) > 1:
-        with contextlib.suppress(DesyncError):  # the caller raises `error`, which matters more
-            asked(barrier.subject, LINGER_SECONDS, end, member.store_name)
+    if not isinstance(statement, Exception):
+        agreed = functools.partial(_agreed, member, barrier, statement, limit, told)
+        return in_time(subject, limit + LINGER_SECONDS, agreed, member.store_name)
+    with contextlib.suppress(DesyncError):  # the caller's own error matters more
+        in_time(subject, LINGER_SECONDS, functools.partial(_refused, member, barrier, statement), member.store_name)
+    return [told]
 
 
 def leave_word(member: Member, text: str, seconds: float = LINGER_SECONDS) -> None:
     """Note why this rank doesn't come, for members that expect it: they read it behind "rank 3"."""
     with contextlib.suppress(DesyncError):  # the next question to the store says what is wrong with it
-        asked("a note of where a rank is", seconds, lambda: _leave_note(member, text), member.store_name)
+        in_time("a note of where a rank is", seconds, lambda: _leave_note(member, text), member.store_name)
 
 
 def without_report(member: Member, barriers: Iterable[Barrier]) -> str:
@@ -187,21 +179,9 @@ def without_report(member: Member, barriers: Iterable[Barrier]) -> str:
     return ""
 
 
-def asked(subject: str, seconds: float, question: Callable[[], T], store_name: str = _JOBS) -> T:
-    """`question()`, which asks a store, `in_time`; `DesyncError` where the store can't be reached, too."""
-    try:
-        return in_time(subject, seconds, question, store_name)
-    except dist.DistError as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        host = f": the launcher where it has an agent, as torchrun has, else rank {_HOST}"
-        raise DesyncError(
-            f"{store_name} can't be reached in {subject}: {first}\n"
-            f"Its host may have ended, and says why{host if store_name == _JOBS else ''}"
-        ) from error
-
-
 def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str = _JOBS) -> T:
-    """`call()`, which ends by itself within `seconds`, but for a store or a host that says nothing: then `DesyncError`.
+    """`call()`, which asks a store and ends by itself within `seconds`. `DesyncError` where the store, or a host, says
+    nothing, or can't be reached.
 
     It runs on another thread, which stays behind where a host is silent.
     """
@@ -219,7 +199,15 @@ def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str
             f"{store_name} doesn't answer in {subject}: its host, or that of a rank, is stopped, or can't be reached "
             "from here"
         )
-    return outcome.result()
+    try:
+        return outcome.result()
+    except dist.DistError as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        host = f": the launcher where it has an agent, as torchrun has, else rank {_HOST}"
+        raise DesyncError(
+            f"{store_name} can't be reached in {subject}: {first}\n"
+            f"Its host may have ended, and says why{host if store_name == _JOBS else ''}"
+        ) from error
 
 
 def connected(member: Member, barrier: Barrier, seconds: float, connect: Callable[[], T]) -> T:
@@ -227,14 +215,18 @@ def connected(member: Member, barrier: Barrier, seconds: float, connect: Callabl
 
     Where that fails each of them says so to the others, and the error names those that report nothing.
     """
-    try:
-        return in_time(barrier.subject, seconds + LINGER_SECONDS, connect, member.store_name)
-    except RuntimeError as error:
-        if isinstance(error, OF_ONE_RANK):
-            raise
-        report = replace(barrier, key=f"{barrier.key}/failure", subject=failure(barrier.subject), advice="")
-        said = (str(error).splitlines() or [type(error).__name__])[0] + without_report(member, [report])
-        raise DesyncError(f"{barrier.subject} failed on rank {member.rank}, in connecting: {said}") from error
+
+    def run() -> T:
+        try:
+            return connect()
+        except RuntimeError as error:
+            if isinstance(error, OF_ONE_RANK):
+                raise
+            report = replace(barrier, key=f"{barrier.key}/failure", subject=failure(barrier.subject), advice="")
+            said = (str(error).splitlines() or [type(error).__name__])[0] + without_report(member, [report])
+            raise DesyncError(f"{barrier.subject} failed on rank {member.rank}, in connecting: {said}") from error
+
+    return in_time(barrier.subject, seconds + LINGER_SECONDS, run, member.store_name)
 
 
 OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
@@ -270,6 +262,14 @@ def _agreed(member: Member, barrier: Barrier, statement: str, limit: float, told
     every = {} if told is None else _came(member, barrier)
     _leave(member, barrier, 0)
     return [every.get(rank) for rank in barrier.members]
+
+
+def _refused(member: Member, barrier: Barrier, error: Exception) -> None:
+    """End the barrier with the error that this rank raises."""
+    said = _indented(f"{type(error).__name__}: {error}")
+    _leave_note(member, f"raised in {barrier.subject}: {said}")
+    _end(member, barrier, f"{member.who([member.rank])} can't take part in {barrier.subject}, it raised {said}")
+    _leave(member, barrier, len(barrier.members))
 
 
 def _end(member: Member, barrier: Barrier, error: str, missing: Sequence[int] = ()) -> None:

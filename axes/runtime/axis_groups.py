@@ -31,7 +31,7 @@ from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
 from axes.runtime.communicator import Communicator, Functional, communicator, moved
 from axes.runtime.graphs import check_groups, kept
-from axes.runtime.groups import current_world, group_of, of_world
+from axes.runtime.groups import group_of, of_world
 from axes.runtime.operation import Operation, collective, waited
 from axes.runtime.transforms import PLAIN
 
@@ -71,25 +71,13 @@ def group_along(mesh: Mesh, axis: AxisName) -> AxisGroup:
         check_groups()
         return getattr(kept, _keep(mesh, axis))
     if mesh.binding is None or mesh._view is not None:
-        _check_here(mesh, axis)
+        mesh._bound(f"a collective over {axis!r}")
     return _group_along(mesh, axis)
-
-
-def _check_here(mesh: Mesh, axis: AxisName) -> None:
-    if mesh.binding is None:
-        raise MeshError(
-            f"a collective over {axis!r} needs a mesh that is bound to torch.distributed; {mesh!r} is algebra "
-            "alone. Make it with axes.init_mesh(...)"
-        )
-    if mesh._view is not None and mesh._view != current_world().rank:
-        raise MeshError(
-            f"a collective runs on rank {current_world().rank}, this one; the mesh is seen from rank {mesh.rank}"
-        )
 
 
 @torch.compiler.assume_constant_result
 def _keep(mesh: Mesh, axis: AxisName) -> str:
-    _check_here(mesh, axis)
+    mesh._bound(f"a collective over {axis!r}")
     return kept.keep(_group_along(mesh, axis))
 
 
@@ -188,15 +176,6 @@ def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any
     if torch.compiler.is_compiling() or type(x) not in PLAIN:
         return getattr(Communicator(Functional(group.group_name, group.size, group.fake), x.dtype), by)(x, *how)
     return collective(_named, described, getattr(communicator(group.group, x.dtype, True), by), x, *how)
-
-
-def gathered_values(value: Any, what: str, group: AxisGroup) -> list[Any]:
-    """The Python object of every rank of a group, in its order. `what` is it?"""
-    found: list[Any] = [None] * group.size
-    collective(
-        _operation, (what, "all_gather_object", (0, 0), group), dist.all_gather_object, found, value, group.group
-    )
-    return found
 
 
 def broadcast(x: torch.Tensor, source: int, group: AxisGroup, what: str) -> None:

@@ -20,7 +20,6 @@ has dims of the `DeviceMesh` alone, in its order: for others write `mesh["fsdp"]
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -53,7 +52,6 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     ranks; of a sub-mesh there is none, and it raises `MeshError`.
     """
     world = current_world()
-    _teach_torch()
     if mesh.coordinate is None and mesh.size < mesh.universe.size:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
     with world.lock:
@@ -78,35 +76,18 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise MeshError(f"from_device_mesh takes a torch DeviceMesh; found {type(device_mesh).__name__}")
-    mesh = mesh_known_for(device_mesh)
-    if mesh is None:
-        world = current_world()
-        with world.lock:
-            mesh = _adopted(world, device_mesh)
-            world.meshes[device_mesh] = device_mesh, mesh
-            if mesh.coordinate is not None:
-                # On torch 2.11 one that `_flatten` made isn't equal to one of the same layout.
-                world.meshes[_over_root(world, mesh)] = device_mesh, mesh
-    return mesh
-
-
-def mesh_known_for(device_mesh: DeviceMesh) -> Mesh | None:
-    """The mesh that a `DeviceMesh` was made for, or that has adopted it; None for one that axes hasn't met."""
-    known, mesh = current_world().meshes.get(device_mesh, (None, None))
-    if known is None or known is device_mesh:
-        return mesh
+    world = current_world()
+    known, mesh = world.meshes.get(device_mesh, (None, None))
     # torch calls two device meshes equal whatever groups they have that axes didn't make.
-    return mesh if torch_private.group_names(known) == torch_private.group_names(device_mesh) else None
-
-
-@functools.lru_cache(maxsize=1)
-def _teach_torch() -> None:
-    """What torch has to do otherwise for the meshes of axes; each once for a process."""
-    torch_private.look_for_flattened_dims()
-    torch_private.keep_uneven_gradients()
-    torch_private.gather_by_communicator()
-    torch_private.replace_flattening(_flattened)
-    checkpoint.install()
+    if known is device_mesh or (known and torch_private.group_names(known) == torch_private.group_names(device_mesh)):
+        return mesh  # type: ignore[return-value]
+    with world.lock:
+        mesh = _adopted(world, device_mesh)
+        world.meshes[device_mesh] = device_mesh, mesh
+        if mesh.coordinate is not None:
+            # On torch 2.11 one that `_flatten` made isn't equal to one of the same layout.
+            world.meshes[_over_root(world, mesh)] = device_mesh, mesh
+    return mesh
 
 
 def _over_root(world: World, mesh: Mesh) -> DeviceMesh:
@@ -130,7 +111,6 @@ def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
 
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
-    _teach_torch()
     names = device_mesh.mesh_dim_names or [f"dim_{number}" for number in range(device_mesh.ndim)]
     universe, device = Universe.of(torch_private.root_ranks(device_mesh)), device_mesh.device_type
     layouts = dict(zip(names, map(Layout.of, torch_private.dims_of(device_mesh)), strict=True))
@@ -168,3 +148,11 @@ def _check_order(world: World, mesh: Mesh, name: str, group: dist.ProcessGroup) 
             f"through {ranks_text(sorted(odd) if found == wanted else found)}: torch.distributed sorts the ranks of a "
             "group. Declare the mesh with axes.init_mesh(..., ranks=[...]), which keeps the order"
         )
+
+
+# What torch has to do otherwise for the meshes of axes.
+torch_private.look_for_flattened_dims()
+torch_private.keep_uneven_gradients()
+torch_private.gather_by_communicator()
+torch_private.replace_flattening(_flattened)
+checkpoint.install()

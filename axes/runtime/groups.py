@@ -269,15 +269,14 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
 
 
 def create_groups(mesh: Mesh, names: Iterable[str]) -> dict[str, dist.ProcessGroup]:
-    """Makes the groups of these names now, in an order that only layouts and options decide; gives them by name.
+    """Makes the groups of these names now, in an order that only their layouts decide; gives them by name.
 
     Every rank of the mesh calls it; a rank outside the mesh has nothing to make, and is given none.
     """
-    named = [(mesh.layout(name), name) for name in names]
+    named = sorted((mesh.layout(name), name) for name in names)
     if mesh.universe.position(current_world().rank) is None:
         return {}
-    in_order = sorted(named, key=lambda each: (each[0], options_of(mesh, each[0]).text))
-    return {name: group_of(mesh, layout, name) for layout, name in in_order}
+    return {name: group_of(mesh, layout, name) for layout, name in named}
 
 
 def process_groups() -> ProcessGroups:
@@ -348,10 +347,7 @@ def adopt(world: World, group: dist.ProcessGroup, name: str) -> ProcessGroupInfo
 
 def own_backend(device_type: str) -> str | None:
     """The backend that torch prefers for a device type, None where there is none."""
-    try:
-        return str(dist.get_default_backend_for_device(device_type))
-    except (ValueError, RuntimeError):  # a device without a backend, a word that is no device
-        return None
+    return dist.Backend.default_device_backend_map.get(device_type)
 
 
 def serves(world: World, device_type: str) -> bool:

@@ -59,16 +59,13 @@ def parts() -> tuple[str, ...]:
 
 def part_said(part: Part) -> str:
     """A part as it is shown."""
-    kind, expression = part
-    return f"{kind} '{expression}'"
+    return "{} '{}'".format(*part)
 
 
 def whole_text() -> str:
     """What operations are part of just now, as errors show it."""
-    found = [*parts()]
-    if torch_private.backward_pass() >= 0:
-        found.insert(0, "backward")
-    return "".join(f"{part}: " for part in found)
+    backward = ["backward"] if torch_private.backward_pass() >= 0 else []
+    return "".join(f"{part}: " for part in (*backward, *parts()))
 
 
 def user_frame() -> FrameType | None:
@@ -101,15 +98,10 @@ def is_users(frame: FrameType) -> bool:
     return not passed
 
 
-def place_of_frame(frame: FrameType) -> str:
-    """Where a frame is, as `file:line in function`."""
-    return line_of_code(frame.f_code, frame.f_lasti)
-
-
 def user_place() -> str:
     """The line of the user's code that led here, as `file:line in function`; "" where there is none."""
     frame = user_frame()
-    return "" if frame is None else place_of_frame(frame)
+    return "" if frame is None else line_of_code(frame.f_code, frame.f_lasti)
 
 
 def at_user_place() -> str:

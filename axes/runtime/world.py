@@ -34,11 +34,10 @@ from axes.runtime.agreement import (
     Barrier,
     Member,
     agree_at,
-    asked,
     connected,
+    in_time,
     leave_word,
     ranks_text,
-    refuse,
 )
 from axes.runtime.groups import (
     GroupOptions,
@@ -134,7 +133,7 @@ def init_mesh(
             providers.module("debugging", "axes.debug").read_environment()  # which may fail: the others are told
     except Exception as error:
         if universe.position(world.rank) is not None:
-            refuse(world.member, _barrier(world, universe), error)
+            agree_at(world.member, _barrier(world, universe), error, world.limit)
         if starts and world.size == 1:
             destroy_process_groups()  # so that what the error advises can be done in this process
         raise
@@ -175,7 +174,7 @@ def _start(device_type: str | None, timeout: object) -> None:
         raise MeshError(f"the launcher set {', '.join(present)} but not {', '.join(absent)}; torchrun sets all of them")
     else:
         join = functools.partial(dist.rendezvous, "env://", timeout=connecting)
-        store, rank, size = asked(first, connecting.total_seconds(), lambda: next(join()))
+        store, rank, size = in_time(first, connecting.total_seconds(), lambda: next(join()))
     # The store may be older than this world, and then it keeps what an earlier one left there.
     member = Member(dist.PrefixStore(f"axes world {next(_starts)}", store), rank)
     subject = f"{first} on ranks 0..{size - 1}"
@@ -184,7 +183,7 @@ def _start(device_type: str | None, timeout: object) -> None:
         waits, device = _device(device_type, timeout, rank)
         backend = dist.get_default_backend_for_device(device)
     except Exception as error:
-        refuse(member, barrier, error)
+        agree_at(member, barrier, error, connecting)
         raise
     limit = waits or torch_private.usual_timeout(backend)
     agree_at(member, barrier, f"device type {device}, backend {backend}", limit)

@@ -37,7 +37,7 @@ from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import current_world, process_groups
 from axes.runtime.simulate import simulate
-from axes.runtime.watching import is_users, place_of_frame
+from axes.runtime.watching import is_users, line_of_code
 from axes.runtime.world import bound_to_job
 from axes.show.rank_text import time_text
 
@@ -261,7 +261,7 @@ def _note_frame(found: _Caller, frame: FrameType, module: str, function: str) ->
     if module == "torch.distributed.distributed_c10d" and function.endswith("_object_list"):
         found.objects = function
     if is_users(frame):
-        found.place, found.by = place_of_frame(frame), found.by or "program"
+        found.place, found.by = line_of_code(frame.f_code, frame.f_lasti), found.by or "program"
 
 
 # --- in which group

@@ -56,7 +56,7 @@ from axes.algebra.sizes import tuple_of
 from axes.algebra.specs import parsed_sharding
 from axes.extension import Operation
 from axes.runtime import torch_private
-from axes.runtime.agreement import LINGER_SECONDS, agree_at, in_time, refuse
+from axes.runtime.agreement import LINGER_SECONDS, agree_at, in_time
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.operation import heard
 from axes.runtime.programs import name_of
@@ -292,10 +292,7 @@ class JobLink:
             return [json.loads(json.dumps(told))]
         world = current_world()
         barrier = world.barrier("link", self.ranks, f"{subject}, in '{self.name}'", _ADVICE)
-        if wrong is not None:
-            refuse(world.member, barrier, wrong)
-            return []
-        return agree_at(world.member, barrier, statement, self.timeout + timedelta(seconds=more), told)
+        return agree_at(world.member, barrier, wrong or statement, self.timeout + timedelta(seconds=more), told)
 
     def _carried_out(self, pair: Pair, own: OwnTensors, text: str, said: str) -> None:
         """Plan from both texts, begin with all ranks of both jobs, and exchange."""

@@ -32,11 +32,10 @@ from axes.runtime.agreement import (
     Barrier,
     Member,
     agree_at,
-    asked,
+    in_time,
     leave_word,
     note_key,
     polled,
-    refuse,
 )
 
 T = TypeVar("T")
@@ -147,7 +146,7 @@ class Rendezvous:
 
     def ask(self, subject: str, patience: float, question: Callable[[dist.Store], T]) -> T:
         """`question(store)`, which ends by itself within `patience` seconds, or an error that says what is wrong."""
-        return asked(subject, patience, lambda: question(self.store), STORE)
+        return in_time(subject, patience, lambda: question(self.store), STORE)
 
     # who is there
 
@@ -252,7 +251,7 @@ class Rendezvous:
         member = Member(self.store, rank, STORE, pair.whose)
         barrier = Barrier(f"{pair.key}/begin", range(pair.size), f"{said}, before the first byte")
         if wrong is not None:
-            refuse(member, barrier, wrong)
+            agree_at(member, barrier, wrong, self.timeout)
             raise wrong
         every = {*agree_at(member, barrier, f"the plan {plan}", self.timeout, held)}
         return len(every) == 1 and "" not in every
