@@ -26,17 +26,16 @@ sum@cp is pending: sum(..) are 2 ranks whose sum is the value
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 
+from axes.algebra.chunks import largest_chunk, nested_chunk, smallest_chunk
 from axes.algebra.layout import Layout
 from axes.algebra.plan import bytes_text, itemsize_of
-from axes.algebra.planning.exchange import Pieces, pieces_of
-from axes.algebra.sharding import Sharding, Slot, Slots, layouts_text, pending_runs, slots_text
-from axes.show.boards import BoardSide, board_of, folded
-from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet
+from axes.algebra.sharding import Sharding, layouts_text, pending_runs, slots_text
+from axes.show.boards import BoardSide, board_of
+from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet, widths_of
 from axes.show.rank_text import LEFT_OUT, joined, short_ranks
 
 WIDEST = 28
@@ -51,8 +50,8 @@ def sheet_of_sharding(
     title = (str(sharding) or "a scalar") + ("" if shape is None else f"     {list(shape)}")
     title += f" {dtype}" if dtype is not None else ""
     where, listing, remarks = _where(blocks, dtype), _dims(blocks), tuple(_remarks(blocks))
-    boards = _boards(blocks, room, room.height - 5 - len(listing.rows) - len(remarks))
-    panels: list[Panel] = [Remark((where,), close=True), *boards]
+    board = _board(blocks, room, room.height - 5 - len(listing.rows) - len(remarks))
+    panels: list[Panel] = [Remark((where,), close=True), board]
     panels += [listing] if listing.rows else []
     panels += [Remark(remarks, close=bool(listing.rows))] if remarks else []
     summary = f"The blocks of a tensor that lies as {title}, and the ranks that hold each. {where}."
@@ -69,22 +68,26 @@ def dim_names(sharding: Sharding) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class CutDim:
-    """A dim as the blocks that it is cut into, in order: `(start, stop, which of the pieces it is a part of)`.
+class CutFactor:
+    """A factor of a dim, or a dim that is none's, with the layouts that cut it. size: None where it is any."""
 
-    at: its number. extents: of its factors. own: the first block of the rank that looks.
-    """
-
-    at: int
     name: str
-    extents: tuple[int, ...]
-    pieces: Pieces
-    blocks: tuple[tuple[int, int, int], ...]
-    own: int
+    layouts: tuple[Layout, ...] = ()
+    size: int | None = 1
 
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout whose coordinates are the numbers of the pieces."""
+        return Layout.product(*self.layouts)
 
-ALONE = CutDim(-1, "", (1,), Pieces(Layout(), (((0, 1),),)), ((0, 1, 0),), 0)
-"""What goes down or across where no dim does."""
+    def head(self, position: int) -> Head:
+        """What a position has of it."""
+        cuts = [(layout.size, layout.coordinate(position)) for layout in self.layouts]
+        start, stop = nested_chunk(self.layout.size if self.size is None else self.size, cuts)
+        text = f"{start}:{stop}" if start < stop else "nothing"
+        if self.size is None:
+            text = f"{self.layout.coordinate(position) + 1}/{self.layout.size}"
+        return Head((text if self.name else "",), stop - start)
 
 
 @dataclass(frozen=True)
@@ -101,39 +104,43 @@ class Blocks:
         return self.sharding.universe.position(self.rank)
 
     @cached_property
-    def dims(self) -> tuple[CutDim, ...]:
-        """How each dim is cut."""
-        cut, shape, found = self.sharding, self.shape, []
-        if shape is None:  # every factor has as many elements as pieces, where its size isn't known
-            sized = [Slots([Slot(slot.layouts, slot.size or slot.pieces) for slot in dim]) for dim in cut.dims]
-            cut = replace(cut, dims=tuple(sized))
-            shape = tuple(math.prod(slot.size or 1 for slot in dim) for dim in sized)
-        names = dim_names(self.sharding)
-        for number, (name, slots, extents) in enumerate(zip(names, cut.dims, cut.extents(shape), strict=True)):
-            pieces = pieces_of(slots, extents)
-            blocks = sorted((*run, piece) for piece, runs in enumerate(pieces.runs) for run in runs)
-            mine = pieces.layout.coordinate(self.position or 0)
-            own = next(at for at, (_, _, piece) in enumerate(blocks) if piece == mine)
-            found.append(CutDim(number, name, extents, pieces, tuple(blocks), own))
-        return tuple(found)
+    def drawn(self) -> list[CutFactor]:
+        """The factors of each dim up to the last one that is split, and dims that aren't, where there is room."""
+        found, whole = list[CutFactor](), list[CutFactor]()
+        sizes = None if self.shape is None else self.sharding.extents(self.shape)
+        for at, (slots, name) in enumerate(zip(self.sharding.dims, dim_names(self.sharding), strict=True)):
+            names = [name] if len(slots) == 1 else self.sharding.names_of(at)
+            extents = [slot.size for slot in slots] if sizes is None else sizes[at]
+            split = max((number for number, slot in enumerate(slots, 1) if slot.pieces > 1), default=0)
+            for called, slot, size in [*zip(names, slots, extents, strict=True)][:split]:
+                found.append(CutFactor(called or f"{slot.size}", slot.layouts, size))
+            if not split:
+                whole.append(CutFactor(name, (), None if self.shape is None else self.shape[at]))
+                found.append(whole[-1])
+        for each in whole[: max(0, len(found) - 2)]:
+            found.remove(each)
+        return [*found, *[CutFactor("")] * (2 - len(found))]
+
+    @cached_property
+    def split(self) -> Layout:
+        """The digits of the position that all dims are split by."""
+        return Layout.product(*[layout for dim in self.sharding.dims for layout in dim.layouts])
 
     @cached_property
     def levels(self) -> list[tuple[str, Layout]]:
         """What ranks have of a block: copies, of each copy what is pending, innermost last."""
         runs = pending_runs(entry for entry in self.sharding.pending if entry[0] != "same")
         pending = [(op, Layout.product(*layouts)) for op, layouts in runs]
-        used = Layout.product(*[dim.pieces.layout for dim in self.dims], *[layout for _, layout in pending])
+        used = Layout.product(self.split, *[layout for _, layout in pending])
         return [("", self.sharding.mesh.extent.divide(used)), *reversed(pending)]
 
-    def cell(self, blocks: Sequence[int], width: int | None) -> Cell:
-        """A block, which is given by dim, with the ranks that hold it; there is a colour for each set of ranks."""
-        pieces = [dim.blocks[block][2] for dim, block in zip(self.dims, blocks, strict=True)]
-        tone, seen, extent = 0, self.position or 0, self.sharding.mesh.extent
-        start = seen - extent.offset(extent.coordinate(seen))
-        for dim, piece in zip(self.dims, pieces, strict=True):
-            tone, start = tone * dim.pieces.layout.size + piece, start + dim.pieces.layout.offset(piece)
-        here = self.position is not None and pieces == [dim.blocks[dim.own][2] for dim in self.dims]
-        return Cell(self._held(start, self.levels, width), tone, here=here)
+    def cell(self, position: int, width: int | None) -> Cell:
+        """A block whose first holder has this position, with all holders; there is a colour for each set of ranks."""
+        seen, extent = self.position or 0, self.sharding.mesh.extent
+        position += seen - extent.offset(extent.coordinate(seen))
+        tone = self.split.coordinate(position)
+        here = self.position is not None and tone == self.split.coordinate(seen)
+        return Cell(self._held(position, self.levels, width), tone, here=here)
 
     def _held(self, start: int, levels: Sequence[tuple[str, Layout]], width: int | None) -> str:
         """The ranks from a position on: copies side by side, summands in parentheses."""
@@ -148,29 +155,6 @@ class Blocks:
         else:
             text = short_ranks(self.sharding.universe.pick(layout.offsets(start)), room)
         return f"{op}({text})" if op else text
-
-    def label(self, dim: CutDim, block: int) -> str:
-        """The indices of a block; without a shape, which part it is."""
-        start, stop, _ = dim.blocks[block]
-        if self.shape is None and len(dim.blocks) > 1:
-            return f"{block + 1}/{len(dim.blocks)}"
-        return "" if dim is ALONE else f"{start}:{stop}" if start < stop else "nothing"
-
-    def inside(self, dim: CutDim, block: int) -> str:
-        """The indices of a block in the factors of a dim that has several; of those alone that the split reaches."""
-        if len(dim.extents) == 1:
-            return ""
-        slots, names = self.sharding.dims[dim.at], self.sharding.names_of(dim.at)
-        split = max((at + 1 for at, slot in enumerate(slots) if slot.layouts), default=0)
-        factors = [*zip(slots, names, dim.extents, strict=True)][:split]
-        inner = math.prod(dim.extents[split:]) or 1
-        start, stop, _ = dim.blocks[block]
-        first, size, texts = start // inner, (stop - start) // inner, list[str]()
-        for slot, name, extent in reversed(factors):
-            first, low = divmod(first, extent or 1)
-            texts.insert(0, f"{name or slot.size} {low}" + (f":{low + size}" if size != 1 else ""))
-            size = 1
-        return ", ".join(texts)
 
 
 # --- the sheet ------------------------------------------------------------------------------------
@@ -188,78 +172,53 @@ def _where(blocks: Blocks, dtype: str | None) -> str:
     return text if dtype is None else f"{text}, {bytes_text(math.prod(local) * itemsize_of(dtype))}"
 
 
-def _boards(blocks: Blocks, room: Room, lines: int) -> Iterator[Panel]:
-    """A board for each block of the dims that don't go down or across; of many, the one of this rank and a few."""
-    split = [dim for dim in blocks.dims if len(dim.blocks) > 1]
-    whole = [dim for dim in blocks.dims if len(dim.blocks) == 1]
-    chosen = [*whole, *split][-2:]
-    drawn, outer = [dim for dim in blocks.dims if dim in chosen], split[:-2]
-    down, across = [*drawn, ALONE, ALONE][:2] if split else [ALONE, ALONE, *drawn][-2:]
-    total, own = 1, 0
-    for dim in outer:
-        total, own = total * len(dim.blocks), own * len(dim.blocks) + dim.own
-    high = min(len(down.blocks), 8)
-    for number in folded(total, [own, 0, total - 1], max(1, lines // (high + 3))):
-        if isinstance(number, range):
-            names = " and ".join(dim.name for dim in outer)
-            yield Remark((f"{LEFT_OUT} {len(number):,} more blocks of {names}",))
-            continue
-        fixed = dict.fromkeys(range(len(blocks.dims)), 0)
-        for dim in reversed(outer):
-            number, fixed[dim.at] = divmod(number, len(dim.blocks))
-        caption = "  ".join(f"{dim.name} {blocks.label(dim, fixed[dim.at])}" for dim in outer)
-        yield _board(blocks, down, across, fixed, caption, room, lines)
+def _board(blocks: Blocks, room: Room, lines: int) -> Board:
+    """The blocks, the last dim that is split across, the others down."""
+    *down, across = blocks.drawn
+    rows, columns, seen = Layout.product(*[each.layout for each in down]), across.layout, blocks.position or 0
 
+    def side(names: tuple[str, ...], layout: Layout, head: Callable[[int], Head], left_out: str) -> BoardSide:
+        own, last = layout.coordinate(seen), layout.size - 1
+        near = (at for at in (own + 1, own - 1) if 0 <= at <= last)
+        return BoardSide(names, layout.size, lambda at: head(layout.offset(at)), [own, 0, last, *near], left_out)
 
-def _board(
-    blocks: Blocks, down: CutDim, across: CutDim, fixed: Mapping[int, int], caption: str, room: Room, lines: int
-) -> Board:
-    """The blocks of the dims that are drawn, at one block of each other dim."""
+    def row_head(position: int) -> Head:
+        heads = [each.head(position) for each in down]
+        return replace(heads[-1], labels=tuple(head.labels[0] for head in heads))
 
-    def cell(row: int, column: int, width: int | None) -> Cell:
-        at = {**fixed, down.at: row, across.at: column}
-        return blocks.cell([at[dim.at] for dim in blocks.dims], width)
-
-    def side(dim: CutDim, left_out: str) -> BoardSide:
-        count = len(dim.blocks)
-        wide = max(len(blocks.label(dim, block)) for block in (0, dim.own, count - 1))
-
-        def head(block: int) -> Head:
-            start, stop, _ = dim.blocks[block]
-            inside = blocks.inside(dim, block) if dim is down else ""
-            return Head((f"{blocks.label(dim, block):{wide * bool(inside)}}  {inside}".rstrip(),), stop - start)
-
-        near = (at for at in (dim.own + 1, dim.own - 1) if 0 <= at < count)
-        return BoardSide((dim.name,), count, head, [dim.own, 0, count - 1, *near], left_out)
-
-    rows, columns = side(down, "{:,} more blocks"), side(across, LEFT_OUT)
-    corners = [[dim.own, 0, len(dim.blocks) - 1] for dim in (down, across)]
-    label = max(len(down.name), *(len(rows.head(row).labels[0]) for row in corners[0]))
-    left, breadth = room.width - label - len(across.name) - 3, len(across.blocks)
-    needed = max(len(cell(row, column, None).text) for row, column in product(*corners))
-    wide = left - 2 if breadth == 1 else min(needed, max(WIDEST, left // breadth - 3), left // 3 - 3)
-    return board_of(rows, columns, lambda row, column: cell(row, column, wide), room, max(5, lines - 2), caption)
+    beside = [row_head(rows.offset(at)).labels for at in (rows.coordinate(seen), 0, rows.size - 1)]
+    names = tuple(each.name for each in down)
+    left = room.width - sum(widths_of([names, *beside])) - len(across.name) - 2 * len(down) - 1
+    wide = left - 2 if columns.size == 1 else min(max(WIDEST, left // columns.size - 3), left // 3 - 3)
+    return board_of(
+        side(names, rows, row_head, "{:,} more blocks"),
+        side((across.name,), columns, across.head, LEFT_OUT),
+        lambda row, column: blocks.cell(rows.offset(row) + columns.offset(column), wide),
+        room,
+        max(5, lines - 2),
+    )
 
 
 def _dims(blocks: Blocks) -> Listing:
     """A row for each dim: its size, what splits it, and what this rank has of it."""
-    rows, mesh = [], blocks.sharding.mesh
-    for dim, slots in zip(blocks.dims, blocks.sharding.dims, strict=True):
-        named = zip(blocks.sharding.names_of(dim.at), slots, strict=True)
-        split = [(name or slot.size, slot.layouts) for name, slot in named if slot.layouts]
-        axes = " ".join(f"{name}@{layouts_text(mesh, layouts)}" for name, layouts in split)
-        axes = axes if len(slots) > 1 else " ".join(map(mesh.called, slots.layouts))
-        sizes = {sum(stop - start for start, stop in runs) for runs in dim.pieces.runs}
-        each = "..".join(f"{size:,}" for size in dict.fromkeys((min(sizes), max(sizes))))
-        held = dim.pieces.runs[dim.blocks[dim.own][2]]
-        runs = [f"{start}:{stop}" for start, stop in held if start < stop] or ["nothing"]
-        mine = joined(len(runs), runs.__getitem__, " ", 24, f"{len(runs)} runs")
-        rows.append((dim.name, f"{math.prod(dim.extents):,}", axes or "-", f"{slots.pieces:,}", each, mine))
+    rows, mesh, (sharding, shape) = [], blocks.sharding.mesh, (blocks.sharding, blocks.shape)
+    tile = None if shape is None else sharding.tile(shape, blocks.rank)
+    for at, (name, slots) in enumerate(zip(dim_names(sharding), sharding.dims, strict=True)):
+        size = "any" if shape is None else f"{shape[at]:,}"
+        row = (name, size, " ".join(map(mesh.called, slots.layouts)) or "-", f"{slots.pieces:,}")
+        if shape is not None:
+            cuts = [*zip(sharding.extents(shape)[at], slots, strict=True)]
+            sizes = [
+                math.prod(chunk(extent, [layout.size for layout in slot.layouts]) for extent, slot in cuts)
+                for chunk in (smallest_chunk, largest_chunk)
+            ]
+            row += ("..".join(f"{size:,}" for size in dict.fromkeys(sizes)),)
+        if tile is not None:
+            runs = [f"{start}:{stop}" for start, stop in tile[at] if start < stop] or ["nothing"]
+            row += (joined(len(runs), runs.__getitem__, " ", 24, f"{len(runs)} runs"),)
+        rows.append(row)
     head = ("dim", "size", "split over", "parts", "each has", f"rank {blocks.rank} has")
-    if blocks.shape is None:
-        return Listing(head[:1] + head[2:4], tuple(row[:1] + row[2:4] for row in rows), right=(2,))
-    shown = 5 if blocks.position is None else 6
-    return Listing(head[:shown], tuple(row[:shown] for row in rows), right=(1, 3, 4))
+    return Listing(head[: len(rows[0]) if rows else 0], tuple(rows), right=(1, 3, 4))
 
 
 def _remarks(blocks: Blocks) -> Iterator[str]:

@@ -89,8 +89,8 @@ picture = axes.show(sharding, (8, 10, 16), rank=5)
 {SHOWN}
 
 Each place is a block of the tensor, with the ranks that hold it: `0 4` would be copies, `sum(0 4)` are summands of a
-sum that hasn't happened. The dims that are split go down and across; where there are more than two, a board is one
-block of the others. Sizes may be uneven, and a dim may be a group of which a factor is split, as in a fused projection:
+sum that hasn't happened. The last of the dims that are split goes across, the others go down. Sizes may be uneven, and
+a dim may be a group of which a factor is split, as in a fused projection; then its factors are drawn:
 
 ```python
 fused = axes.Mesh("dp=2 tp=2").sharding("(qkv=3 heads@tp dim) embed@dp", heads=4)
@@ -99,7 +99,7 @@ picture = axes.show(fused, (48, 8), rank=1)
 
 {SHOWN}
 
-<!-- svg show-factor: a dim of three times four heads, of which a rank has two in each third -->
+<!-- svg show-factor: a dim of three times four heads, of which a rank has two of each three -->
 
 Blocks of the same ranks have the same colour. Without a shape the picture is of any that divides.
 
