@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -54,33 +54,34 @@ from axes.transfers.transfers import Transfer
 MOST_ROWS = 6
 """Rows of a table of tensors, meshes or buckets in a picture; an explanation has all of them."""
 
-SHORT, NAMES = 16, 34
-"""Letters of a cell that names a tensor, and of one that lists several, or ranks."""
+NAMES = 34
+"""Letters of a cell that lists ranks."""
 
 
 def sheet_of_transfer(move: Transfer, room: Room) -> Sheet:
     """The picture of a transfer, seen from its rank."""
-    if not move.tensors:
-        return Sheet(move.heading, f"A transfer of {move.heading}.", ())
-    buckets = _buckets_text(move)
-    *panels, last = _tables(move, MOST_ROWS, max(16, room.width - 64))
+    title, lines = _said(move)
+    panels: list[Panel] = [Remark(lines, close=True)]
+    if move.tensors:
+        panels += _tables(move, MOST_ROWS, max(16, room.width - 64))
     if move.bytes_in:
-        panels.insert(4, _between(move, room))
+        panels.insert(3, _between(move, room))
     own = f"Rank {move.rank} exchanges with {short_ranks(move.partners, 60) or 'nobody'}"
-    summary = f"Who sends how much to whom in a transfer of {move.heading}. {buckets}. {own}."
-    return Sheet(move.heading, summary, (Remark((buckets,), close=True), *panels, last))
+    return Sheet(title, f"Who sends how much to whom in a transfer of {title}. {own}.", tuple(panels))
 
 
 def explained_transfer(move: Transfer) -> Explanation:
     """A transfer as `axes.explain` says it."""
-    sections = [Section("", ((_buckets_text(move),),))] if move.tensors else []
-    for panel in _tables(move, len(move.tensors) + len(move.buckets), 2 * NAMES) if move.tensors else ():
-        match panel:
-            case Listing():
-                sections.append(Section(panel.head[0], (("", *panel.head[1:]), *panel.rows)))
-            case Remark():
-                sections.append(Section("", tuple((line,) for line in panel.lines)))
-    return Explanation(move.heading, tuple(sections), _facts_of(move))
+    title, lines = _said(move)
+    tables = _tables(move, len(move.tensors) + len(move.buckets), 2 * NAMES) if move.tensors else []
+    found = [Section(table.head[0], (("", *table.head[1:]), *table.rows)) for table in tables]
+    return Explanation(title, (Section("", tuple((line,) for line in lines)), *found), _facts_of(move))
+
+
+def _said(move: Transfer) -> tuple[str, tuple[str, ...]]:
+    """A transfer in a few words, and how long it takes its rank."""
+    title, *lines = [line.strip() for line in str(move).split("\n")]
+    return title, (*lines, *([f"about {time_text(move.cost)} for rank {move.rank}"] if move.partners else []))
 
 
 def _facts_of(move: Transfer) -> dict[str, Any]:
@@ -123,18 +124,11 @@ def seen_transfer(move: Transfer, rank: int | None = None) -> Transfer:
     return move.at(move.ranks[0] if rank is None else rank)
 
 
-def _tables(move: Transfer, most: int, width: int) -> Iterator[Panel]:
-    """What is said of tensors, meshes and ranks. width: letters of a list of ranks."""
-    yield _totals(move)
-    moved = sum(math.prod(one.shape) for one in move.tensors)
-    tied = move.equal or moved > sum(math.prod(end.shape) for end in move.ends[0].values())
-    least = "; tied targets may each count" if tied else ": no plan sends less"
-    yield Remark((f"received is what ranks need and don't have{least}",), close=True)
-    yield Listing(("", "mesh", "ranks", "tensors"), (*_meshes(move, 0, most), *_meshes(move, 1, most)), right=(3,))
-    yield _tensors(move, most)
-    if move.partners:
-        yield _buckets(move, most, width)
-    yield Remark((_own_text(move),), close=bool(move.bytes_in))
+def _tables(move: Transfer, most: int, width: int) -> list[Listing]:
+    """The meshes, the tensors, and what this rank does in each bucket. width: letters of a list of ranks."""
+    meshes = (*_meshes(move, 0, most), *_meshes(move, 1, most))
+    found = [Listing(("", "mesh", "ranks", "tensors"), meshes, right=(3,)), _tensors(move, most)]
+    return [*found, _buckets(move, most, width)] if move.partners else found
 
 
 # --- tensors and meshes -----------------------------------------------------------------------------
@@ -172,23 +166,18 @@ def _tensors(move: Transfer, most: int) -> Listing:
     """What goes where, two rows each: before, and after."""
     kinds, rows = _kinds(move), list[tuple[str, ...]]()
     for kind in kinds[:most]:
-        first = kind[0]
-        sources, targets = (
-            list(dict.fromkeys(getattr(one, f"{side}_name") for one in kind)) for side in ("source", "target")
-        )
-        like = f"{len(sources):,} like " if len(sources) > 1 else ""
-        others = f" and {len(targets) - 1:,} more" if len(targets) > 1 else ""
-        there = "" if sources == targets else f" {targets[0]}{others}"
-        before, after = (" x ".join(map(str, shape)) or "one number" for shape in first.shapes)
-        held, sent = first.dtypes
-        dtype = "taken as float32" if sent is None else sent if held in (None, sent) else f"{held} as {sent}"
-        rows.append((f"{like}{sources[0]}", bytes_text(_bytes_of(kind)), before, str(first.source) or "whole"))
-        rows.append((f"  ->{there}", "", dtype if after == before else after, str(first.target) or "whole"))
+        facts, size, before = _facts_of_kind(kind), bytes_text(_bytes_of(kind)), ""
+        for side, dtype in (("source", "source_dtype"), ("target", "dtype")):
+            first, *others = dict.fromkeys(facts[f"{side}s"])
+            name = first + (f" and {len(others):,} more" if others else "")
+            shape = " x ".join(map(str, facts[f"{side}_shape"])) or "one number"
+            rows.append((before + name, size, shape, facts[dtype] or "-", facts[side] or "whole"))
+            before, size = "  -> ", ""
     rest = [one for kind in kinds[most:] for one in kind]
     if rest:
         count = len({one.source_name for one in rest})
-        rows.append((f"{LEFT_OUT} {count:,} more", bytes_text(_bytes_of(rest)), "", ""))
-    return Listing(("tensors", "bytes", "shape, dtype", "lies as"), tuple(rows), right=(1,))
+        rows.append((f"{LEFT_OUT} {count:,} more", bytes_text(_bytes_of(rest)), "", "", ""))
+    return Listing(("tensors", "bytes", "shape", "dtype", "lies as"), tuple(rows), right=(1,))
 
 
 def _meshes(move: Transfer, side: int, most: int) -> tuple[tuple[str, ...], ...]:
@@ -204,25 +193,6 @@ def _meshes(move: Transfer, side: int, most: int) -> tuple[tuple[str, ...], ...]
 
 
 # --- bytes of all ranks -----------------------------------------------------------------------------
-
-
-def _buckets_text(move: Transfer) -> str:
-    """How many buckets there are, and how long they take the rank that receives or sends most."""
-    received, sent = move.totals.received, move.totals.sent
-    busiest = move.at(max(move.ranks, key=lambda rank: max(received[rank], sent[rank])))
-    return (
-        f"{len(move.buckets):,} bucket{'s' if len(move.buckets) != 1 else ''} of at most "
-        f"{bytes_text(move.bucket_bytes)}, one exchange each; about {time_text(busiest.cost)} for rank {busiest.rank}"
-    )
-
-
-def _totals(move: Transfer) -> Listing:
-    rows = []
-    for name, counts in (("received", move.totals.received), ("sent", move.totals.sent)):
-        some = [count for count in counts.values() if count]
-        numbers = sum(some), sum(some) // max(1, len(some)), max(some, default=0)
-        rows.append((name, *map(bytes_text, numbers), short_ranks(_who(counts), NAMES)))
-    return Listing(("", "in all", "average", "most", "by rank"), tuple(rows), right=(1, 2, 3))
 
 
 def _who(counts: Mapping[int, int]) -> list[int]:
@@ -259,29 +229,6 @@ def _buckets(move: Transfer, most: int, width: int) -> Listing:
     def row(at: int) -> tuple[str, ...]:
         step = steps[at]
         both = (bytes_text(count) if count else "-" for count in (step.bytes_out, step.bytes_in))
-        return f"bucket {step.number}", *both, short_ranks(step.ranks, width), _names(move, step.pieces)
+        return f"bucket {step.number}", *both, short_ranks(step.ranks, width)
 
-    head = f"rank {move.rank}", "out", "in", "with", "tensors"
-    return Listing(head, few_rows(len(steps), row, most), right=(1, 2))
-
-
-def _names(move: Transfer, pieces: Sequence[Any]) -> str:
-    """The tensors of a bucket in which the rank has a part, as many as fit."""
-    names = []
-    for piece in pieces:
-        one, found = move.tensors[piece.tensor], move.exchange(piece.tensor)
-        if found is not None and (found.sends or found.receives):
-            names.append(one.source_name if one.pieces == 1 else f"{one.source_name} {piece.piece + 1}/{one.pieces}")
-    shown = [name for at, name in enumerate(names) if at == 0 or len(", ".join(names[: at + 1])) <= SHORT]
-    return ", ".join(shown) + (f" and {len(names) - len(shown):,} more" if len(shown) < len(names) else "")
-
-
-def _own_text(move: Transfer) -> str:
-    """What the rank does in all."""
-    peers, peak = move.partners, f"peak memory {bytes_text(move.peak_bytes)}"
-    if not peers:
-        return f"rank {move.rank} sends and receives nothing; {peak}"
-    ways = [(sum(getattr(step, f"bytes_{way}") for step in move.steps), way) for way in ("out", "in")]
-    moved = ", ".join(f"{bytes_text(count)} {way}" for count, way in ways if count)
-    among = f"rank {peers[0]}" if len(peers) == 1 else f"{len(peers):,} ranks"
-    return f"rank {move.rank} in all: {moved}, with {among}, in about {time_text(move.cost)}; {peak}"
+    return Listing((f"rank {move.rank}", "out", "in", "with"), few_rows(len(steps), row, most), right=(1, 2))
