@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.show.boards import BoardSide, board_of
@@ -39,16 +38,10 @@ LONGEST = 24
 def sheet_of_mesh(mesh: Mesh, room: Room) -> Sheet:
     """The picture of a mesh, seen from its rank."""
     declared = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    further = [name for name in mesh.namespace if name not in mesh.axis_names]
-    most = max(2, room.height - 13 - len(mesh.axis_names))
-    left_out = further[most:]
-    listing = _groups(mesh, [*mesh.axis_names, *further[:most]], room.width)
-    panels: list[Panel] = [Remark((_ranks(mesh),), close=True)]
+    listing = _groups(mesh, room.width)
+    panels: list[Panel] = [Remark((_ranks(mesh),), close=True), listing]
     if mesh.universe.position(mesh.rank) is not None or mesh.size == mesh.universe.size:
-        panels.append(_grid(mesh, room, max(5, room.height - 6 - len(listing.rows) - bool(left_out))))
-    panels.append(listing)
-    if left_out:
-        panels.append(Remark((f"and {len(left_out)} more names: {' '.join(left_out)}",), close=True))
+        panels.insert(1, _grid(mesh, room, max(5, room.height - 6 - len(listing.rows))))
     summary = f"The ranks of a mesh {declared} as a grid, and the groups along each of its axes. {_ranks(mesh)}."
     return Sheet(f"Mesh {declared}", summary, tuple(panels))
 
@@ -139,37 +132,23 @@ def _wanted(rows: Layout, leading: Sequence[Layout], seen: int) -> Iterator[int]
                     yield rows.coordinate(seen - layout.offset(at) + layout.offset(other))
 
 
-def _groups(mesh: Mesh, names: Sequence[str], width: int) -> Listing:
+def _groups(mesh: Mesh, width: int) -> Listing:
     """A row for each name. A third of the width is for this rank's group, what is left for those of all ranks."""
-    per_node, axes = mesh.ranks_per_node, len(mesh.axis_names)
+    universe, per_node, position = mesh.universe, mesh.ranks_per_node, mesh.universe.position(mesh.rank)
     head = ("", "axis", "size", "at", f"group of rank {mesh.rank}", *(["nodes"] if per_node else []))
-    rows = []
+    rows, names = [], dict.fromkeys((*mesh.axis_names, *mesh.namespace))
     for mark, name in zip_longest(letters_of(mesh.axis_names), names, fillvalue=""):
-        ranks = mesh.ranks_of(mesh.layout(name))
-        own = "-" if ranks is None else short_ranks(ranks, max(len(head[4]), width // 3))
-        nodes = ["-" if ranks is None else f"{nodes_of(ranks, per_node):,}"] if per_node else []
-        rows.append((mark, *_row(mesh, name), own, *nodes))
+        layout, text = mesh.layout(name), name if mark else f"{name} = {mesh.described(name)}"
+        row = [mark, text if len(text) <= LONGEST else name, f"{layout.size:,}", "-", "-"]
+        if position is not None:
+            ranks = universe.group(layout, mesh.rank)
+            row[3:] = f"{layout.coordinate(position):,}", short_ranks(ranks, max(len(head[4]), width // 3))
+            row += [f"{nodes_of(ranks, per_node):,}"] if per_node else []
+        rows.append(tuple(row))
     left = width - sum(widths_of([head, *rows])) - 2 * len(head)
-    table = tuple((*row, _all_groups(mesh, name, left)) for row, name in zip(rows, names, strict=True))
-    return Listing((*head, "all groups"), table, (2, 3, 5) if per_node else (2, 3), tuple(range(axes)))
-
-
-def _row(mesh: Mesh, name: str) -> tuple[str, str, str]:
-    layout, position = mesh.layout(name), mesh.universe.position(mesh.rank)
-    text = name if name in mesh.axis_names else f"{name} = {mesh.described(name)}"
-    if len(text) > LONGEST:
-        text = name if len(name) > LONGEST - 5 else f"{text[: LONGEST - 3]} {LEFT_OUT}"
-    return text, f"{layout.size:,}", "-" if position is None else f"{layout.coordinate(position):,}"
-
-
-def _all_groups(mesh: Mesh, name: str, width: int) -> str:
-    """How many groups a name forms among all ranks, and the first few of them and the last."""
-    layout = mesh.layout(name)
-    count = f"{mesh.universe.size // layout.size:,}"
-    if layout.size == 1:
-        return f"{count} of one rank each"
-    try:
-        text = groups_text(mesh.universe, layout, max(1, width - len(count) - 2))
-    except MeshError:
-        return ""
-    return f"{count}: {text}" if text else count
+    table = []
+    for row, name in zip(rows, names, strict=True):
+        count = f"{universe.size // mesh.layout(name).size:,}"
+        text = groups_text(universe, mesh.layout(name), left - len(count) - 2)
+        table.append((*row, f"{count}: {text}" if text else count))
+    return Listing((*head, "all groups"), tuple(table), (2, 3, 5) if per_node else (2, 3), tuple(range(mesh.ndim)))

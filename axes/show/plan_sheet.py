@@ -17,7 +17,7 @@ before   s@tp d   512 x 512     1.0 MiB
 after 1  s d@tp   1024 x 256    1.0 MiB
 <BLANKLINE>
 1  all_to_all over tp: 512.0 KiB in, 512.0 KiB out, about 23 us
-   one group of 2: 0 1
+   1 group of 2: 0 1
 <BLANKLINE>
    what goes from whom to whom:
 from  to        [0]          1
@@ -36,7 +36,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from axes.algebra.chunks import Tile, volume
-from axes.algebra.errors import MeshError
 from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of
 from axes.show.boards import exchange_board, few_rows
 from axes.show.moves import MOST, moves_of_plan
@@ -131,10 +130,7 @@ def _groups(step: Step, width: int) -> str:
     """Who communicates with whom."""
     if step.layout is None:
         return f"one group of all ranks: {short_ranks(step.ranks, width - 24)}"
-    number, own = step.source.universe.size // step.group_size, short_ranks(step.ranks, width - 24)
-    many = f"{f'{number:,} groups' if number > 1 else 'one group'} of {step.group_size:,}: "
-    try:
-        text = groups_text(step.source.universe, step.layout, width - len(many))
-    except MeshError:
-        return f"a group of {step.group_size:,}: {own}"
-    return many + (text or f"{own}, {LEFT_OUT}")
+    number = step.source.universe.size // step.group_size
+    many = f"{number:,} group{'s' * (number != 1)} of {step.group_size:,}: "
+    text = groups_text(step.source.universe, step.layout, width - len(many))
+    return many + (text or f"{short_ranks(step.ranks, width - 24)}, {LEFT_OUT}")

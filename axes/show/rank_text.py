@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout, Universe
 
 LEFT_OUT = ".."
@@ -93,7 +95,7 @@ def joined(count: int, text: Callable[[int], str], separator: str, width: int | 
 def groups_text(universe: Universe, layout: Layout, width: int) -> str:
     """The groups that the ranks form along a layout, as many as fit; "" where not even two do.
 
-    Raises `MeshError` where that isn't known: an adopted slice of a job says nothing of the ranks beside it.
+    An adopted slice of a job says nothing of the ranks beside it: of its groups "" is said, too.
 
     >>> groups_text(Universe.of(range(16)), Layout((2,), (8,)), 20)
     '0 8, 1 9, .. 7 15'
@@ -103,7 +105,9 @@ def groups_text(universe: Universe, layout: Layout, width: int) -> str:
     def group(number: int) -> str:
         return short_ranks(universe.group(layout, universe.ranks[firsts.offset(number)]), width)
 
-    return "" if group(0).endswith(" ranks") else joined(firsts.size, group, ", ", width, "")
+    with contextlib.suppress(MeshError):
+        return "" if group(0).endswith(" ranks") else joined(firsts.size, group, ", ", width, "")
+    return ""
 
 
 def time_text(microseconds: float) -> str:
