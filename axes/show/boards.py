@@ -2,7 +2,7 @@
 
 >>> from axes.show.in_text import panel_lines, plain
 >>> def side(name: str, own: int, *left_out: str) -> BoardSide:
-...     return BoardSide((name,), 1000, lambda at: Head((f"{at}",)), (own, 0, 999), *left_out)
+...     return BoardSide((name,), 1000, lambda at: Head((f"{at}",)), around(own, 1000), *left_out)
 >>> down, across = side("x", 7, "{:,} more"), side("y", 500)
 >>> print(plain(panel_lines(board_of(down, across, lambda row, column: Cell(f"{row * column}"), Room(24), 5), 80)))
 x    y  ..     500  ..
@@ -17,15 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from functools import cache
+from itertools import chain, pairwise
 
 from axes.algebra.plan import bytes_text
-from axes.show.in_text import panel_lines, plain
-from axes.show.panels import Board, Cell, Head, Room
+from axes.show.panels import Board, Cell, Head, Room, widths_of
 from axes.show.rank_text import LEFT_OUT
-
-LEAST = 3
-"""Columns that are shown of a board that has as many."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +45,33 @@ class BoardSide:
         )
 
 
+def around(own: int, count: int) -> list[int]:
+    """Which of `count` things matter most: one's own, the ends, and one's neighbours."""
+    return [own, 0, count - 1, *(at for at in (own + 1, own - 1) if 0 <= at < count)]
+
+
 def board_of(
     down: BoardSide, across: BoardSide, cell: Callable[[int, int], Cell], room: Room, lines: int, caption: str = ""
 ) -> Board:
     """A board of so many lines, with as many columns as there is room for."""
     rows = folded(down.count, down.wanted, lines)
-    wanted = [*across.wanted]
+    beside = down.heads(rows)
+    labels = widths_of([down.names, *(head.labels for head in beside if not head.gap)])
+    note = max(2 * bool(head.note) + len(head.note) for head in beside)
+    left = room.width - sum(labels) - 2 * len(labels) - len(across.names[0]) - 1 - note
 
-    def made(columns: Sequence[int | range]) -> Board:
-        cells = tuple(
-            tuple(
-                Cell("" if isinstance(row, range) else LEFT_OUT)
-                if isinstance(row, range) or isinstance(column, range)
-                else cell(row, column)
-                for column in columns
-            )
-            for row in rows
-        )
-        return Board(down.names, across.names[0], across.heads(columns), down.heads(rows), cells, caption)
+    @cache
+    def column(at: int) -> list[Cell]:
+        return [Cell("") if isinstance(row, range) else cell(row, at) for row in rows]
 
-    few = made([*islice(dict.fromkeys(wanted), LEAST)])  # others are about as wide
-    widest = max(len(each.text) for each in chain(*few.cells))
-    places = LEAST + max(0, (room.width - _width(few)) // (widest + 2))
-    while _width(found := made(folded(across.count, wanted, places))) > room.width and places > LEAST:
-        places -= 1
-    return found
+    def width(at: int) -> int:
+        texts = (across.head(at).labels[0], *(each.text for each in column(at)))
+        return 2 + any(each.wall for each in column(at)) + max(map(len, texts))
 
-
-def _width(board: Board) -> int:
-    return max(map(len, plain(panel_lines(board, 0)).split("\n")))
+    columns = folded(across.count, across.wanted, left, width, 2 + len(LEFT_OUT))
+    gaps = [Cell("" if isinstance(row, range) else LEFT_OUT) for row in rows]
+    cells = zip(*(gaps if isinstance(at, range) else column(at) for at in columns), strict=True)
+    return Board(down.names, across.names[0], across.heads(columns), beside, tuple(cells), caption)
 
 
 def exchange_board(
@@ -92,9 +87,8 @@ def exchange_board(
     """How many bytes each rank has from each, itself included; seen from `own`, which exchanges with `partners`."""
 
     def side(name: str, ranks: Sequence[int], left_out: str) -> BoardSide:
-        first = [ranks.index(rank) for rank in (own, *partners[:16]) if rank in ranks] or [0]
-        near = [at for at in (first[0] + 1, first[0] - 1) if 0 <= at < len(ranks)]
-        wanted = [*first[:4], 0, len(ranks) - 1, *first[4:], *near]
+        first, *others = [ranks.index(rank) for rank in (own, *partners[:16]) if rank in ranks] or [0]
+        wanted = [first, *others[:3], *around(first, len(ranks)), *others]
         heads = [f"[{rank}]" if rank == own else f"{rank}" for rank in ranks]
         return BoardSide((name,), len(ranks), lambda at: Head((heads[at],)), wanted, left_out)
 
@@ -106,7 +100,7 @@ def exchange_board(
         return Cell(bytes_text(size), tone(sender)) if size else Cell("-")
 
     down, across = side("from", senders, "{:,} more ranks"), side("to", receivers, LEFT_OUT)
-    return board_of(down, across, cell, room, max(LEAST, min(10, room.height - 14)), f"   {caption}:")
+    return board_of(down, across, cell, room, max(3, min(10, room.height - 14)), f"   {caption}:")
 
 
 def few_rows(count: int, row: Callable[[int], tuple[str, ...]], most: int) -> tuple[tuple[str, ...], ...]:
@@ -117,22 +111,23 @@ def few_rows(count: int, row: Callable[[int], tuple[str, ...]], most: int) -> tu
     )
 
 
-def folded(count: int, wanted: Iterable[int], room: int) -> list[int | range]:
-    """Which of `count` things are shown in `room` places: their numbers, and a range for each that is left out.
+def folded(
+    count: int, wanted: Iterable[int], room: int, size: Callable[[int], int] = lambda at: 1, gap: int = 1
+) -> list[int | range]:
+    """Which of `count` things are shown in a room: their numbers, and a range for each gap between them.
 
     The first of `wanted` is always shown, the others in their order of importance, then the first things.
 
     >>> folded(4, [], 5), folded(1000, [500, 0, 999], 8)
     ([0, 1, 2, 3], [0, 1, 2, 3, range(4, 500), 500, range(501, 999), 999])
     """
-    if count <= room:
-        return list(range(count))
-    shown: set[int] = set()
+    shown: list[int | range] = []
     for at in chain(wanted, range(min(count, room))):
-        more = shown | {at}
-        if not shown or len(_with_gaps(count, more)) <= room:
-            shown = more
-    return _with_gaps(count, shown)
+        more = _with_gaps(count, {at, *(each for each in shown if isinstance(each, int))})
+        if shown and sum(gap if isinstance(each, range) else size(each) for each in more) > room:
+            break
+        shown = more
+    return shown
 
 
 def _with_gaps(count: int, shown: Iterable[int]) -> list[int | range]:

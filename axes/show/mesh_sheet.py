@@ -27,7 +27,7 @@ from itertools import zip_longest
 
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.show.boards import BoardSide, board_of
+from axes.show.boards import BoardSide, around, board_of
 from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet, widths_of
 from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks
 
@@ -116,8 +116,7 @@ def _grid(mesh: Mesh, room: Room, lines: int) -> Board:
 
     *corner, name = mesh.axis_names
     down = BoardSide(tuple(corner), rows.size, head, _wanted(rows, leading, seen), "{:,} more rows")
-    wanted = (own, 0, last.size - 1, max(0, own - 1))
-    across = BoardSide((name,), last.size, lambda column: Head((str(column),)), wanted, LEFT_OUT)
+    across = BoardSide((name,), last.size, lambda column: Head((str(column),)), around(own, last.size))
     return board_of(down, across, cell, room, lines)
 
 

@@ -34,7 +34,7 @@ from axes.algebra.chunks import largest_chunk, nested_chunk, smallest_chunk
 from axes.algebra.layout import Layout
 from axes.algebra.plan import bytes_text, itemsize_of
 from axes.algebra.sharding import Sharding, layouts_text, pending_runs, slots_text
-from axes.show.boards import BoardSide, board_of
+from axes.show.boards import BoardSide, around, board_of
 from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet, widths_of
 from axes.show.rank_text import LEFT_OUT, joined, short_ranks
 
@@ -178,9 +178,8 @@ def _board(blocks: Blocks, room: Room, lines: int) -> Board:
     rows, columns, seen = Layout.product(*[each.layout for each in down]), across.layout, blocks.position or 0
 
     def side(names: tuple[str, ...], layout: Layout, head: Callable[[int], Head], left_out: str) -> BoardSide:
-        own, last = layout.coordinate(seen), layout.size - 1
-        near = (at for at in (own + 1, own - 1) if 0 <= at <= last)
-        return BoardSide(names, layout.size, lambda at: head(layout.offset(at)), [own, 0, last, *near], left_out)
+        wanted = around(layout.coordinate(seen), layout.size)
+        return BoardSide(names, layout.size, lambda at: head(layout.offset(at)), wanted, left_out)
 
     def row_head(position: int) -> Head:
         heads = [each.head(position) for each in down]

@@ -10,29 +10,27 @@ All of it is read off the `Transfer` that runs: its tensors and buckets, and wha
 >>> move = transfer({"w": "f@fsdp d"}, {"w": "f d@tp"}, trainer, server, {"w": (1024, 512)}, dtype="bfloat16")
 >>> print(plain(lines_of(sheet_of_transfer(move, Room()), 80)))
 1 tensor, 1.0 MiB: 2 ranks (0..1) -> 2 ranks (2..3)
-1 bucket of at most 64.0 MiB, one exchange each; about 22 us for rank 0
-<BLANKLINE>
-           in all    average       most  by rank
-received  1.0 MiB  512.0 KiB  512.0 KiB  2 3
-sent      1.0 MiB  512.0 KiB  512.0 KiB  0 1
-received is what ranks need and don't have: no plan sends less
+buckets   1 of at most 64.0 MiB, one exchange each
+received  1.0 MiB in all, which is the least; at most 512.0 KiB by a rank
+sent      at most 512.0 KiB by a rank, 512.0 KiB on average of 2 that send
+rank 0    0 B in, 512.0 KiB out, with 2 ranks; peak 1.0 MiB
+about 22 us for rank 0
 <BLANKLINE>
       mesh    ranks  tensors
 from  fsdp=2  0 1          1
 to    tp=2    2 3          1
 <BLANKLINE>
-tensors    bytes  shape, dtype  lies as
-w        1.0 MiB  1024 x 512    f@fsdp d
-  ->              bfloat16      f d@tp
+tensors    bytes  shape       dtype     lies as
+w        1.0 MiB  1024 x 512  -         f@fsdp d
+  -> w            1024 x 512  bfloat16  f d@tp
 <BLANKLINE>
    who sends how much to whom:
 from  to          2          3
 [0]       256.0 KiB  256.0 KiB
 1         256.0 KiB  256.0 KiB
 <BLANKLINE>
-rank 0          out  in  with  tensors
-bucket 0  512.0 KiB   -  2 3   w
-rank 0 in all: 512.0 KiB out, with 2 ranks, in about 22 us; peak memory 1.0 MiB
+rank 0          out  in  with
+bucket 0  512.0 KiB   -  2 3
 """
 
 from __future__ import annotations
