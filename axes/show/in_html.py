@@ -26,6 +26,7 @@ STYLE = """
   .axes-picture table { border-collapse: collapse; font: inherit; margin: 0; border: 0; color: inherit }
   .axes-picture .wide th, .axes-picture .wide td { padding: 2px 14px 2px 0; text-align: left; white-space: pre;
     background: none; border: 0 }
+  .axes-picture .wide td:last-child { white-space: pre-wrap; min-width: 12em }
   .axes-picture th { color: #57606a; font-weight: 400 }
   .axes-picture .wide .number { text-align: right } .axes-picture tr { background: none !important }
   .axes-picture b { color: #fff; padding: 0 4px; border-radius: 3px }

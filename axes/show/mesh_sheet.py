@@ -27,8 +27,20 @@ from itertools import zip_longest
 
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.show.boards import BoardSide, around, board_of
-from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet, widths_of
+from axes.show.panels import (
+    Board,
+    BoardSide,
+    Cell,
+    Head,
+    Listing,
+    Panel,
+    Remark,
+    Room,
+    Sheet,
+    around,
+    board_of,
+    widths_of,
+)
 from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks
 
 LONGEST = 24
@@ -92,32 +104,29 @@ def _grid(mesh: Mesh, room: Room, lines: int) -> Board:
     seen, whole = position or 0, mesh.layout_of_all
     *leading, last = mesh.layouts
     rows, base = Layout.product(*leading), seen - whole.offset(whole.coordinate(seen))
-    letters, own = letters_of(mesh.axis_names), last.coordinate(seen)
+    letters = letters_of(mesh.axis_names)
 
-    def place(row: int, column: int) -> int:
-        return base + rows.offset(row) + last.offset(column)
+    def node(row: int, column: int) -> int:
+        return 0 if per_node is None else mesh.universe.ranks[base + row + column] // per_node
 
-    def node(row: int, column: int) -> int | None:
-        return None if per_node is None else mesh.universe.ranks[place(row, column)] // per_node
-
-    def head(row: int) -> Head:
-        labels = tuple(str(layout.coordinate(rows.offset(row))) for layout in leading)
-        ends = list(dict.fromkeys((node(row, 0), node(row, last.size - 1))))
-        note = "" if per_node is None else f"node{'s' * (len(ends) > 1)} {LEFT_OUT.join(map(str, ends))}"
-        return Head(labels, note=note)
+    def note(row: int) -> str:
+        ends = list(dict.fromkeys((node(row, 0), node(row, last.offset(last.size - 1)))))
+        return "" if per_node is None else f"node{'s' * (len(ends) > 1)} {LEFT_OUT.join(map(str, ends))}"
 
     def cell(row: int, column: int) -> Cell:
-        at = place(row, column)
+        at = base + row + column
         apart = [i for i, layout in enumerate(mesh.layouts) if layout.coordinate(at) != layout.coordinate(seen)]
         peer = position is not None and len(apart) == 1
-        wall = column > 0 and node(row, column - 1) != node(row, column)
+        wall = column > 0 and node(row, last.offset(last.coordinate(column) - 1)) != node(row, column)
         rank, here = str(mesh.universe.ranks[at]), position is not None and not apart
         return Cell(rank, apart[0] if peer else None, letters[apart[0]] if peer else "", here, wall)
 
-    *corner, name = mesh.axis_names
-    down = BoardSide(tuple(corner), rows.size, head, _wanted(rows, leading, seen), "{:,} more rows")
-    across = BoardSide((name,), last.size, lambda column: Head((str(column),)), around(own, last.size))
-    return board_of(down, across, cell, room, lines)
+    def side(name: str, layout: Layout) -> BoardSide:
+        return BoardSide(name, layout, lambda at: Head((str(layout.coordinate(at)),)))
+
+    *down, across = map(side, mesh.axis_names, mesh.layouts)
+    wanted = _wanted(rows, leading, seen), around(last.coordinate(seen), last.size)
+    return board_of(down, across, cell, wanted, room, lines, note=note)
 
 
 def _wanted(rows: Layout, leading: Sequence[Layout], seen: int) -> Iterator[int]:

@@ -10,8 +10,14 @@ What builds a sheet (of a mesh, a sharding, a plan) knows nothing of terminals a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain, pairwise
+
+from axes.algebra.layout import Layout
+from axes.algebra.plan import bytes_text
+from axes.show.rank_text import LEFT_OUT
 
 COLORS = ("#3a75c6", "#b45e18", "#2a8456", "#9a5bb8", "#976e09", "#c2476f", "#278089", "#7a6a5a")
 """Colours by number: white reads on each of them, and each on white and on black."""
@@ -143,3 +149,150 @@ class Room:
 def widths_of(rows: Sequence[Sequence[str]]) -> list[int]:
     """How many letters wide each column is."""
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+# --- boards of any size ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BoardSide:
+    """What goes down or across, by the digits of a position: its name, and what stands beside a position."""
+
+    name: str
+    layout: Layout
+    head: Callable[[int], Head]
+
+
+def around(own: int, count: int) -> list[int]:
+    """Which of `count` things matter most: one's own, the ends, and one's neighbours."""
+    return [own, 0, count - 1, *(at for at in (own + 1, own - 1) if 0 <= at < count)]
+
+
+def board_of(
+    down: Sequence[BoardSide],
+    across: BoardSide,
+    cell: Callable[[int, int], Cell],
+    wanted: tuple[Iterable[int], Iterable[int]],
+    room: Room,
+    lines: int,
+    left_out: str = "rows",
+    note: Callable[[int], str] = lambda position: "",
+    caption: str = "",
+) -> Board:
+    """A board of so many lines, with as many columns as there is room for; what isn't wanted first is left out.
+
+    cell, note: by the positions of a row and of a column. wanted: numbers of rows and of columns.
+
+    >>> from axes.show.in_text import panel_lines, plain
+    >>> x, y = [BoardSide(name, Layout((1000,), (1,)), lambda at: Head((f"{at}",))) for name in "xy"]
+    >>> wanted = around(7, 1000), around(500, 1000)
+    >>> print(plain(panel_lines(board_of([x], y, lambda row, column: Cell(f"{row * column}"), wanted, Room(24), 5), 80)))
+    x    y  ..     500  ..
+    0       ..       0  ..
+    .. 6 more rows
+    7       ..    3500  ..
+    .. 991 more rows
+    999     ..  499500  ..
+    """
+    rows = Layout.product(*[side.layout for side in down])
+
+    def beside(row: int | range) -> Head:
+        if isinstance(row, range):
+            return Head((f"{len(row):,} more {left_out}",), gap=True)
+        heads = [side.head(rows.offset(row)) for side in down]
+        extent = heads[-1].extent if heads else 1
+        return Head(tuple(head.labels[0] for head in heads), extent, note=note(rows.offset(row)))
+
+    def above(at: int | range) -> Head:
+        return Head((LEFT_OUT,), gap=True) if isinstance(at, range) else across.head(across.layout.offset(at))
+
+    @cache
+    def column(at: int | range) -> list[Cell]:
+        gap = Cell(LEFT_OUT) if isinstance(at, range) else None
+        return [
+            Cell("") if isinstance(row, range) else gap or cell(rows.offset(row), across.layout.offset(at))
+            for row in shown
+        ]
+
+    def width(at: int) -> int:
+        return (
+            2
+            + any(each.wall for each in column(at))
+            + max(len(above(at).labels[0]), *(len(each.text) for each in column(at)))
+        )
+
+    shown = folded(rows.size, wanted[0], lines)
+    heads, corner = tuple(map(beside, shown)), tuple(side.name for side in down)
+    labels = widths_of([corner, *(head.labels for head in heads if not head.gap)])
+    notes = max(2 * bool(head.note) + len(head.note) for head in heads)
+    left = room.width - sum(labels) - 2 * len(labels) - len(across.name) - 1 - notes
+    columns = folded(across.layout.size, wanted[1], left, width, 2 + len(LEFT_OUT))
+    cells = tuple(zip(*map(column, columns), strict=True))
+    return Board(corner, across.name, tuple(map(above, columns)), heads, cells, caption)
+
+
+def exchange_board(
+    senders: Sequence[int],
+    receivers: Sequence[int],
+    own: int,
+    partners: Sequence[int],
+    count: Callable[[int, int], int],
+    tone: Callable[[int], int | None],
+    room: Room,
+    caption: str,
+) -> Board:
+    """How many bytes each rank has from each, itself included; seen from `own`, which exchanges with `partners`."""
+
+    def side(name: str, ranks: Sequence[int]) -> BoardSide:
+        layout = Layout((len(ranks),), (1,))
+        return BoardSide(name, layout, lambda at: Head((f"[{own}]" if ranks[at] == own else f"{ranks[at]}",)))
+
+    def wanted(ranks: Sequence[int]) -> list[int]:
+        first, *others = [ranks.index(rank) for rank in (own, *partners[:16]) if rank in ranks] or [0]
+        return [first, *others[:3], *around(first, len(ranks)), *others]
+
+    def cell(row: int, column: int) -> Cell:
+        sender, receiver = senders[row], receivers[column]
+        size = count(sender, receiver)
+        if sender == receiver:
+            return Cell("stays" if size else "-", here=sender == own)
+        return Cell(bytes_text(size), tone(sender)) if size else Cell("-")
+
+    lines, both = max(3, min(10, room.height - 14)), (wanted(senders), wanted(receivers))
+    sides = [side("from", senders)], side("to", receivers)
+    return board_of(*sides, cell, both, room, lines, "ranks", caption=f"   {caption}:")
+
+
+def few_rows(count: int, row: Callable[[int], tuple[str, ...]], most: int) -> tuple[tuple[str, ...], ...]:
+    """Rows of a table: of many the first and the last one."""
+    return tuple(
+        (f"{LEFT_OUT} {len(at):,} more", *[""] * (len(row(0)) - 1)) if isinstance(at, range) else row(at)
+        for at in folded(count, [0, count - 1], most)
+    )
+
+
+def folded(
+    count: int, wanted: Iterable[int], room: int, size: Callable[[int], int] = lambda at: 1, gap: int = 1
+) -> list[int | range]:
+    """Which of `count` things are shown in a room: their numbers, and a range for each gap between them.
+
+    The first of `wanted` is always shown, the others in their order of importance, then the first things.
+
+    >>> folded(4, [], 5), folded(1000, [500, 0, 999], 8)
+    ([0, 1, 2, 3], [0, 1, 2, 3, range(4, 500), 500, range(501, 999), 999])
+    """
+    shown: list[int | range] = []
+    for at in chain(wanted, range(min(count, room))):
+        more = _with_gaps(count, {at, *(each for each in shown if isinstance(each, int))})
+        if shown and sum(gap if isinstance(each, range) else size(each) for each in more) > room:
+            break
+        shown = more
+    return shown
+
+
+def _with_gaps(count: int, shown: Iterable[int]) -> list[int | range]:
+    found: list[int | range] = []
+    for before, after in pairwise((-1, *sorted(shown), count)):
+        between = range(before + 1, after)
+        found += [*between, after] if len(between) < 2 else [between, after]
+    return found[:-1]

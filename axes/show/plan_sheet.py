@@ -37,9 +37,8 @@ from collections.abc import Iterator, Sequence
 
 from axes.algebra.chunks import Tile, volume
 from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of
-from axes.show.boards import exchange_board, few_rows
 from axes.show.moves import MOST, moves_of_plan
-from axes.show.panels import Listing, Panel, Remark, Room, Sheet
+from axes.show.panels import Listing, Panel, Remark, Room, Sheet, exchange_board, few_rows
 from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks, time_text
 from axes.show.sharding_sheet import dim_names
 

@@ -26,16 +26,28 @@ sum@cp is pending: sum(..) are 2 ranks whose sum is the value
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from axes.algebra.chunks import largest_chunk, nested_chunk, smallest_chunk
 from axes.algebra.layout import Layout
 from axes.algebra.plan import bytes_text, itemsize_of
 from axes.algebra.sharding import Sharding, layouts_text, pending_runs, slots_text
-from axes.show.boards import BoardSide, around, board_of
-from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet, widths_of
+from axes.show.panels import (
+    Board,
+    BoardSide,
+    Cell,
+    Head,
+    Listing,
+    Panel,
+    Remark,
+    Room,
+    Sheet,
+    around,
+    board_of,
+    widths_of,
+)
 from axes.show.rank_text import LEFT_OUT, joined, short_ranks
 
 WIDEST = 28
@@ -67,27 +79,21 @@ def dim_names(sharding: Sharding) -> tuple[str, ...]:
 # --- which ranks hold what ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CutFactor:
-    """A factor of a dim, or a dim that is none's, with the layouts that cut it. size: None where it is any."""
+def _side(name: str, layouts: tuple[Layout, ...], size: int | None) -> BoardSide:
+    """A dim, or a factor of one, in the pieces that these layouts cut it into. size: None where it is any."""
+    layout = Layout.product(*layouts)
 
-    name: str
-    layouts: tuple[Layout, ...] = ()
-    size: int | None = 1
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout whose coordinates are the numbers of the pieces."""
-        return Layout.product(*self.layouts)
-
-    def head(self, position: int) -> Head:
-        """What a position has of it."""
-        cuts = [(layout.size, layout.coordinate(position)) for layout in self.layouts]
-        start, stop = nested_chunk(self.layout.size if self.size is None else self.size, cuts)
+    def head(position: int) -> Head:
+        cuts = [(each.size, each.coordinate(position)) for each in layouts]
+        start, stop = nested_chunk(layout.size if size is None else size, cuts)
         text = f"{start}:{stop}" if start < stop else "nothing"
-        if self.size is None:
-            text = f"{self.layout.coordinate(position) + 1}/{self.layout.size}"
-        return Head((text if self.name else "",), stop - start)
+        return Head((text if size is not None else f"{layout.coordinate(position) + 1}/{layout.size}",), stop - start)
+
+    return BoardSide(name, layout, head)
+
+
+ALONE = BoardSide("", Layout(), lambda position: Head(("",)))
+"""What goes across where no second dim does."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +110,22 @@ class Blocks:
         return self.sharding.universe.position(self.rank)
 
     @cached_property
-    def drawn(self) -> list[CutFactor]:
+    def drawn(self) -> list[BoardSide]:
         """The factors of each dim up to the last one that is split, and dims that aren't, where there is room."""
-        found, whole = list[CutFactor](), list[CutFactor]()
+        found, whole = list[BoardSide](), list[BoardSide]()
         sizes = None if self.shape is None else self.sharding.extents(self.shape)
         for at, (slots, name) in enumerate(zip(self.sharding.dims, dim_names(self.sharding), strict=True)):
             names = [name] if len(slots) == 1 else self.sharding.names_of(at)
             extents = [slot.size for slot in slots] if sizes is None else sizes[at]
             split = max((number for number, slot in enumerate(slots, 1) if slot.pieces > 1), default=0)
             for called, slot, size in [*zip(names, slots, extents, strict=True)][:split]:
-                found.append(CutFactor(called or f"{slot.size}", slot.layouts, size))
+                found.append(_side(called or f"{slot.size}", slot.layouts, size))
             if not split:
-                whole.append(CutFactor(name, (), None if self.shape is None else self.shape[at]))
+                whole.append(_side(name, (), None if self.shape is None else self.shape[at]))
                 found.append(whole[-1])
         for each in whole[: max(0, len(found) - 2)]:
             found.remove(each)
-        return [*found, *[CutFactor("")] * (2 - len(found))]
+        return [*found, *[ALONE] * (2 - len(found))]
 
     @cached_property
     def split(self) -> Layout:
@@ -175,26 +181,14 @@ def _where(blocks: Blocks, dtype: str | None) -> str:
 def _board(blocks: Blocks, room: Room, lines: int) -> Board:
     """The blocks, the last dim that is split across, the others down."""
     *down, across = blocks.drawn
-    rows, columns, seen = Layout.product(*[each.layout for each in down]), across.layout, blocks.position or 0
-
-    def side(names: tuple[str, ...], layout: Layout, head: Callable[[int], Head], left_out: str) -> BoardSide:
-        wanted = around(layout.coordinate(seen), layout.size)
-        return BoardSide(names, layout.size, lambda at: head(layout.offset(at)), wanted, left_out)
-
-    def row_head(position: int) -> Head:
-        heads = [each.head(position) for each in down]
-        return replace(heads[-1], labels=tuple(head.labels[0] for head in heads))
-
-    beside = [row_head(rows.offset(at)).labels for at in (rows.coordinate(seen), 0, rows.size - 1)]
-    names = tuple(each.name for each in down)
-    left = room.width - sum(widths_of([names, *beside])) - len(across.name) - 2 * len(down) - 1
+    rows, columns, seen = Layout.product(*[side.layout for side in down]), across.layout, blocks.position or 0
+    beside = [[side.head(rows.offset(at)).labels[0] for side in down] for at in (rows.coordinate(seen), rows.size - 1)]
+    labels = widths_of([[side.name for side in down], *beside])
+    left = room.width - sum(labels) - len(across.name) - 2 * len(down) - 1
     wide = left - 2 if columns.size == 1 else min(max(WIDEST, left // columns.size - 3), left // 3 - 3)
+    wanted = (around(rows.coordinate(seen), rows.size), around(columns.coordinate(seen), columns.size))
     return board_of(
-        side(names, rows, row_head, "{:,} more blocks"),
-        side((across.name,), columns, across.head, LEFT_OUT),
-        lambda row, column: blocks.cell(rows.offset(row) + columns.offset(column), wide),
-        room,
-        max(5, lines - 2),
+        down, across, lambda row, column: blocks.cell(row + column, wide), wanted, room, max(5, lines - 2), "blocks"
     )
 
 

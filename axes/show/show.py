@@ -16,8 +16,8 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import IO, TYPE_CHECKING
 
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.explanation import Explanation
@@ -25,12 +25,11 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number
-from axes.show.explanation_sheet import sheet_of_explanation
 from axes.show.in_html import page_of, part_of_page
 from axes.show.in_svg import svg_of
 from axes.show.in_text import coded, lines_of, plain
 from axes.show.mesh_sheet import sheet_of_mesh
-from axes.show.panels import Room, Sheet
+from axes.show.panels import Listing, Remark, Room, Sheet
 from axes.show.plan_sheet import sheet_of_plan
 from axes.show.sharding_sheet import sheet_of_sharding
 from axes.show.transfer_sheet import seen_transfer, sheet_of_transfer
@@ -99,12 +98,6 @@ class Picture:
     def _repr_html_(self) -> str:
         return part_of_page(self._sheet(DRAWN))
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """The picture in a program that prints by rich."""
-        width = options.max_width
-        lines = coded(lines_of(self._sheet(Room(width, Room().height)), width))
-        yield importlib.import_module("rich.text").Text.from_ansi(lines, no_wrap=True)
-
 
 def show(
     x: Mesh | Sharding | Plan | Transfer | DTensor, shape: Sequence[int] | None = None, *, rank: int | None = None
@@ -136,34 +129,27 @@ def show(
     t  tp       4   1  4..7             2: 0..3, 4..7
     """
     seen = None if rank is None else checked_rank("rank", rank)
-    if isinstance(x, Mesh | Plan | Transfer) and shape is not None:
+    if shape is not None and not isinstance(x, Sharding) and isinstance(x, Mesh | Plan | Transfer | _dtensor()):
         raise ShardingError(
             f"axes.show takes a shape with a Sharding alone; found {shown(shape)} with a {type(x).__name__}"
         )
     if isinstance(x, Mesh):
-        mesh = x.at(_rank_of(x, seen))
+        mesh = x.at(_rank_of(seen, x))
         return Picture(lambda room: sheet_of_mesh(mesh, room))
     if isinstance(x, Plan):
-        _check_rank(seen, x.source.mesh, x.target.mesh)
-        made = x if seen is None else x.at(seen)
+        made = x if seen is None else x.at(_rank_of(seen, x.source.mesh, x.target.mesh))
         return Picture(lambda room: sheet_of_plan(made, room))
     if isinstance(x, Transfer):
         moved = seen_transfer(x, seen)
         return Picture(lambda room: sheet_of_transfer(moved, room))
-    whole = None if shape is None else checked_tensor_shape(shape)
-    sharding, dtype = x, None
-    tensors = sys.modules.get("torch.distributed.tensor")  # who shows a mesh needs no torch
-    if tensors is not None and isinstance(x, tensors.DTensor):
-        if shape is not None:
-            raise ShardingError(f"a DTensor has a shape; leave out {shown(shape)}")
+    sharding, whole, dtype = x, None if shape is None else checked_tensor_shape(shape), None
+    if isinstance(x, _dtensor()):
         sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
         whole, dtype = tuple(map(int, x.shape)), str(x.dtype).removeprefix("torch.")
     if not isinstance(sharding, Sharding):
-        raise ShardingError(
-            "axes.show takes a Mesh, a Sharding, a Plan, a Transfer or a DTensor; found "
-            f"{type(x).__name__}{_instead(x)}"
-        )
-    at = _rank_of(sharding.mesh, seen)
+        takes = "axes.show takes a Mesh, a Sharding, a Plan, a Transfer or a DTensor; found"
+        raise ShardingError(f"{takes} {type(x).__name__}{_INSTEAD.get(type(x).__name__, f': {shown(x)}')}")
+    at = _rank_of(seen, sharding.mesh)
     if whole is not None:
         sharding.extents(whole)  # refuses what doesn't fit
     return Picture(lambda room: sheet_of_sharding(sharding, whole, room, at, dtype))
@@ -172,32 +158,45 @@ def show(
 def drawn(value: object) -> Picture:
     """The picture of a mesh, a sharding, a plan, a transfer or an explanation: what a notebook shows of it."""
     if isinstance(value, Explanation):
-        return Picture(lambda room: sheet_of_explanation(value))
+        return Picture(lambda room: _sheet_of_explanation(value))
     return show(value)  # type: ignore[arg-type]
 
 
-def _rank_of(mesh: Mesh, rank: int | None) -> int:
-    """The rank to look from; the first one where the mesh's job has ended."""
-    _check_rank(rank, mesh)
-    try:
-        return mesh.rank if rank is None else rank
-    except MeshError:
-        return mesh.universe.ranks[0]
+def _sheet_of_explanation(found: Explanation) -> Sheet:
+    """What moves, where that can be drawn, and the sections as tables; who doesn't see it is told the text."""
+    panels = [] if found.drawing is None else [found.drawing()]
+    for section in found.sections:
+        widest = max(map(len, section.rows), default=1)
+        rows = tuple((*row[:-1], *[""] * (widest - len(row)), row[-1]) for row in section.rows if len(row) > 1)
+        lines = tuple(f"  {row[0]}" for row in section.rows if len(row) == 1)
+        if rows and not rows[0][0]:  # the first row says what the columns are
+            panels.append(Listing((section.title, *rows[0][1:]), rows[1:]))
+        elif rows:
+            panels.append(Listing((section.title, *[""] * (widest - 1)), rows))
+        title = (section.title,) if section.title and not rows else ()
+        panels += [Remark((*title, *lines), close=not title)] if lines else []
+    return Sheet(found.heading, str(found), tuple(panels))
 
 
-def _check_rank(rank: int | None, *meshes: Mesh) -> None:
+def _rank_of(rank: int | None, *meshes: Mesh) -> int:
+    """The rank to look from, one of these meshes; the first one where the mesh's job has ended."""
     if rank is not None and all(mesh.universe.position(rank) is None for mesh in meshes):
         raise MeshError(f"rank {rank} isn't one of the ranks of {' or '.join(map(repr, meshes))}")
+    try:
+        return meshes[0].rank if rank is None else rank
+    except MeshError:
+        return meshes[0].universe.ranks[0]
+
+
+def _dtensor() -> type:
+    """The class of DTensors; who shows a mesh needs no torch."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return type(None) if tensors is None else tensors.DTensor
 
 
 _INSTEAD = {
-    "str": "read the text first: axes.Mesh(text), mesh.sharding(text) or axes.plan(source, target, shape)",
-    "Tensor": "a plain tensor lies on this rank alone; axes.shard(x, spec, mesh=mesh) makes a DTensor of it",
-    "DeviceMesh": "axes.Mesh.from_device_mesh(x) is a Mesh",
+    "str": "\nread the text first: axes.Mesh(text), mesh.sharding(text) or axes.plan(source, target, shape)",
+    "Tensor": "\na plain tensor lies on this rank alone; axes.shard(x, spec, mesh=mesh) makes a DTensor of it",
+    "DeviceMesh": "\naxes.Mesh.from_device_mesh(x) is a Mesh",
 }
-"""What to write instead of a value of a class."""
-
-
-def _instead(x: object) -> str:
-    known = [_INSTEAD[each.__name__] for each in type(x).__mro__ if each.__name__ in _INSTEAD]
-    return f"\n{known[0]}" if known else f": {shown(x)}"
+"""What to write instead of a value of a class, on a line of its own."""

@@ -44,8 +44,7 @@ from typing import Any
 from axes.algebra.errors import MeshError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text
-from axes.show.boards import exchange_board, few_rows
-from axes.show.panels import Board, Listing, Panel, Remark, Room, Sheet
+from axes.show.panels import Board, Listing, Panel, Remark, Room, Sheet, exchange_board, few_rows
 from axes.show.rank_text import LEFT_OUT, short_ranks, time_text
 from axes.transfers.transfers import Transfer
 
