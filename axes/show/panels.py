@@ -186,7 +186,8 @@ def board_of(
     >>> from axes.show.in_text import panel_lines, plain
     >>> x, y = [BoardSide(name, Layout((1000,), (1,)), lambda at: Head((f"{at}",))) for name in "xy"]
     >>> wanted = around(7, 1000), around(500, 1000)
-    >>> print(plain(panel_lines(board_of([x], y, lambda row, column: Cell(f"{row * column}"), wanted, Room(24), 5), 80)))
+    >>> board = board_of([x], y, lambda row, column: Cell(f"{row * column}"), wanted, Room(24), 5)
+    >>> print(plain(panel_lines(board, 80)))
     x    y  ..     500  ..
     0       ..       0  ..
     .. 6 more rows
@@ -194,7 +195,7 @@ def board_of(
     .. 991 more rows
     999     ..  499500  ..
     """
-    rows = Layout.product(*[side.layout for side in down])
+    rows, columns = Layout.product(*[side.layout for side in down]), across.layout
 
     def beside(row: int | range) -> Head:
         if isinstance(row, range):
@@ -204,31 +205,26 @@ def board_of(
         return Head(tuple(head.labels[0] for head in heads), extent, note=note(rows.offset(row)))
 
     def above(at: int | range) -> Head:
-        return Head((LEFT_OUT,), gap=True) if isinstance(at, range) else across.head(across.layout.offset(at))
+        return Head((LEFT_OUT,), gap=True) if isinstance(at, range) else across.head(columns.offset(at))
 
     @cache
     def column(at: int | range) -> list[Cell]:
         gap = Cell(LEFT_OUT) if isinstance(at, range) else None
-        return [
-            Cell("") if isinstance(row, range) else gap or cell(rows.offset(row), across.layout.offset(at))
-            for row in shown
-        ]
+        cells = (None if isinstance(row, range) else gap or cell(rows.offset(row), columns.offset(at)) for row in shown)
+        return [each or Cell("") for each in cells]
 
     def width(at: int) -> int:
-        return (
-            2
-            + any(each.wall for each in column(at))
-            + max(len(above(at).labels[0]), *(len(each.text) for each in column(at)))
-        )
+        texts = (above(at).labels[0], *(each.text for each in column(at)))
+        return 2 + any(each.wall for each in column(at)) + max(map(len, texts))
 
     shown = folded(rows.size, wanted[0], lines)
     heads, corner = tuple(map(beside, shown)), tuple(side.name for side in down)
     labels = widths_of([corner, *(head.labels for head in heads if not head.gap)])
     notes = max(2 * bool(head.note) + len(head.note) for head in heads)
     left = room.width - sum(labels) - 2 * len(labels) - len(across.name) - 1 - notes
-    columns = folded(across.layout.size, wanted[1], left, width, 2 + len(LEFT_OUT))
-    cells = tuple(zip(*map(column, columns), strict=True))
-    return Board(corner, across.name, tuple(map(above, columns)), heads, cells, caption)
+    found = folded(columns.size, wanted[1], left, width, 2 + len(LEFT_OUT))
+    cells = tuple(zip(*map(column, found), strict=True))
+    return Board(corner, across.name, tuple(map(above, found)), heads, cells, caption)
 
 
 def exchange_board(

@@ -32,13 +32,13 @@ rank 0 has from                           bytes
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from axes.algebra.chunks import Tile, volume
+from axes.algebra.chunks import volume
 from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of
+from axes.algebra.sharding import Sharding
 from axes.show.moves import MOST, moves_of_plan
-from axes.show.panels import Listing, Panel, Remark, Room, Sheet, exchange_board, few_rows
+from axes.show.panels import Listing, Panel, Remark, Room, Sheet, exchange_board
 from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks, time_text
 from axes.show.sharding_sheet import dim_names
 
@@ -48,88 +48,54 @@ PEERS = 1024
 
 def sheet_of_plan(made: Plan, room: Room) -> Sheet:
     """The picture of a plan, seen from its rank."""
-    names, total = dim_names(made.source), _total(made)
-    panels: list[Panel] = [Remark((total,), close=True)]
-    if made.source.universe == made.target.universe and made.source.universe.size <= MOST and all(made.shape):
-        panels.append(moves_of_plan(made, names))
-    panels.append(_tiles(made))
+    title, *lines = str(made).split("\n")
+    if made.collectives:
+        lines.append(f"about {time_text(made.cost)}; peak memory {bytes_text(made.peak_bytes)}")
+    panels: list[Panel] = [Remark(tuple(line.strip() for line in lines), close=True)]
+    if made.source.universe == made.target.universe and made.source.universe.size <= MOST:
+        panels.append(moves_of_plan(made, dim_names(made.source)))
+    rows = tuple((f"after {at}" if at else "before", str(state), _held(state, made)) for at, state in enumerate(made.states))
+    panels.append(Listing(("", "lies as", f"rank {made.rank} holds"), rows))
     for number, step in enumerate(made.steps, 1):
-        panels += _step(made, number, step, names, room)
-    title = f"{made.source} -> {made.target}     {list(made.shape)} {made.dtype}"
-    steps = "; ".join(f"{step.kind} over {' '.join(step.axes)}" if step.axes else step.kind for step in made.steps)
-    return Sheet(title, f"What moves in the plan {title}: {steps or 'nothing'}. {total}.", tuple(panels))
+        panels += _step(made, number, step, room) if step.group_size > 1 else []
+    return Sheet(title, f"What moves in the plan {title}: {'; '.join(lines)}.", tuple(panels))
 
 
-def _total(made: Plan) -> str:
-    if not made.collectives:
-        return "nothing is sent" if made.steps else "nothing to do"
-    count = "1 collective" if made.collectives == 1 else f"{made.collectives} collectives"
-    return f"{count}: {_cost(made)}; peak memory {bytes_text(made.peak_bytes)}"
+def _held(state: Sharding, made: Plan) -> str:
+    """The shape that this rank has of the tensor."""
+    if state.universe.position(made.rank) is None:
+        return "nothing"
+    return " x ".join(map(str, state.local_shape(made.shape, made.rank))) or "one number"
 
 
-def _cost(of: Plan | Step) -> str:
-    return f"{bytes_text(of.bytes_in)} in, {bytes_text(of.bytes_out)} out, about {time_text(of.cost)}"
-
-
-def _tiles(made: Plan) -> Listing:
-    """What this rank has before the first step and after each."""
-    rows = []
-    for at, sharding in enumerate(made.states):
-        tile, size = "nothing", ""
-        if sharding.universe.position(made.rank) is not None:
-            local = sharding.local_shape(made.shape, made.rank)
-            tile = " x ".join(map(str, local)) or "one number"
-            size = bytes_text(math.prod(local) * itemsize_of(made.dtype))
-        rows.append((f"after {at}" if at else "before", str(sharding), tile, size))
-    return Listing(("", "lies as", f"rank {made.rank} holds", ""), tuple(rows), right=(3,))
-
-
-def _step(made: Plan, number: int, step: Step, names: Sequence[str], room: Room) -> Iterator[Panel]:
-    if step.kind == "slice":
-        yield Remark((f"{number}  {step.kind}: each rank takes a part of what it has; nothing is sent",))
-        return
-    over = f" over {' '.join(step.axes)}" if step.axes else ""
-    lines = [f"{number}  {step.kind}{over}: {_cost(step)}", f"   {_groups(step, room.width - 3)}"]
+def _step(made: Plan, number: int, step: Step, room: Room) -> Iterator[Panel]:
+    """Who communicates with whom, and how much each sends to each in the group of the rank."""
     ranks = step.ranks
-    if not ranks:
-        lines.append(f"   rank {made.rank} takes no part")
-    elif len(ranks) > PEERS:
-        lines.append(f"   (in a group of more than {PEERS:,} it isn't listed who sends what)")
-    yield Remark(tuple(lines))
-    if not 0 < len(ranks) <= PEERS or math.prod(step.shape) == 0:
+    yield Remark((f"{number}  {step.kind} {_groups(step, room.width - len(step.kind) - 5)}",))
+    if not 0 < len(ranks) <= PEERS:
         return
 
-    @functools.lru_cache(maxsize=4096)
-    def came(rank: int) -> dict[int, Tile]:
-        """What comes to a rank, by the rank that it comes from."""
-        return {peer: tile for _, peer, tile in step.arrivals(rank) if volume(tile)}
+    @functools.cache
+    def came(rank: int) -> dict[int, int]:
+        """How many elements come to a rank, by the rank that they come from."""
+        return {peer: volume(tile) for _, peer, tile in step.arrivals(rank)}
 
     def count(sender: int, receiver: int) -> int:
-        return volume(came(receiver)[sender]) * itemsize_of(made.dtype) if sender in came(receiver) else 0
+        return came(receiver).get(sender, 0) * itemsize_of(made.dtype)
 
-    def row(at: int) -> tuple[str, ...]:
-        peer, tile = received[at]
-        first = "  ".join(f"{name} {start}:{stop}" for name, ((start, stop), *_) in zip(names, tile, strict=True))
-        boxes = math.prod(map(len, tile)) - 1
-        more = f" and {boxes:,} more boxes" if boxes else ""
-        size = bytes_text(volume(tile) * itemsize_of(made.dtype))
-        return f"{peer}{', itself' * (peer == made.rank)}", first + more, size
-
-    ends = [[rank for rank in ranks if end.universe.position(rank) is not None] for end in (step.source, step.target)]
+    senders, receivers = (
+        [rank for rank in ranks if end.universe.position(rank) is not None] for end in (step.source, step.target)
+    )
     what = "summands that go" if "reduce" in step.kind else "what goes"
     tone = step.source.universe.position
-    yield exchange_board(ends[0], ends[1], made.rank, [], count, tone, room, f"{what} from whom to whom")
-    received = sorted(came(made.rank).items(), key=lambda each: ranks.index(each[0]))
-    if received:
-        rows = few_rows(len(received), row, 6)
-        yield Listing((f"rank {made.rank} has from", "", "bytes"), rows, right=(2,))
+    yield exchange_board(senders, receivers, made.rank, [], count, tone, room, f"{what} from whom to whom")
 
 
 def _groups(step: Step, width: int) -> str:
     """Who communicates with whom."""
     if step.layout is None:
-        return f"one group of all ranks: {short_ranks(step.ranks, width - 24)}"
+        return f"among all ranks: {short_ranks(step.ranks, width - 17)}"
     number = step.source.universe.size // step.group_size
-    many = f"{number:,} group{'s' * (number != 1)} of {step.group_size:,}: "
+    many = f"in {number:,} group{'s' * (number != 1)} of {step.group_size:,}: "
     text = groups_text(step.source.universe, step.layout, width - len(many))
     return many + (text or f"{short_ranks(step.ranks, width - 24)}, {LEFT_OUT}")
