@@ -131,7 +131,15 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.runtime.watching": {"within"},
     },
     "show": {
-        "axes.algebra.chunks": {"Tile", "intersection", "largest_chunk", "merged", "nested_chunk", "smallest_chunk", "volume"},
+        "axes.algebra.chunks": {
+            "Tile",
+            "intersection",
+            "largest_chunk",
+            "merged",
+            "nested_chunk",
+            "smallest_chunk",
+            "volume",
+        },
         "axes.algebra.cost": {"members_of_node"},
         "axes.algebra.errors": {"shortened", "shown"},
         "axes.algebra.explanation": {"Explanation", "Section"},

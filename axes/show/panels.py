@@ -259,12 +259,11 @@ def exchange_board(
     return board_of(*sides, cell, both, room, lines, "ranks", caption=f"   {caption}:")
 
 
-def few_rows(count: int, row: Callable[[int], tuple[str, ...]], most: int) -> tuple[tuple[str, ...], ...]:
+def few_rows(rows: Sequence[tuple[str, ...]], most: int) -> tuple[tuple[str, ...], ...]:
     """Rows of a table: of many the first and the last one."""
-    return tuple(
-        (f"{LEFT_OUT} {len(at):,} more", *[""] * (len(row(0)) - 1)) if isinstance(at, range) else row(at)
-        for at in folded(count, [0, count - 1], most)
-    )
+    shown = folded(len(rows), [0, len(rows) - 1], most) if rows else []
+    gaps = ((f"{LEFT_OUT} {len(at):,} more", *[""] * (len(rows[0]) - 1)) for at in shown if isinstance(at, range))
+    return tuple(next(gaps) if isinstance(at, range) else rows[at] for at in shown)
 
 
 def folded(

@@ -1,4 +1,4 @@
-"""A plan as a sheet: each step, between whom it moves what, how many bytes, and how long that takes.
+"""A plan as a sheet: what it says of itself, how the tensor lies after each step, and who sends how much to whom.
 
 What a rank is sent is said by the step's `arrivals`. A mesh of few ranks is drawn, too.
 
@@ -10,23 +10,19 @@ What a rank is sent is said by the step's `arrivals`. A mesh of few ranks is dra
 >>> made = plan(mesh.sharding("s@tp d"), mesh.sharding("s d@tp"), (1024, 512))
 >>> print(plain(lines_of(sheet_of_plan(made, Room()), 80)))
 s@tp d -> s d@tp     [1024, 512] float32
-1 collective: 512.0 KiB in, 512.0 KiB out, about 23 us; peak memory 3.0 MiB
+1  all_to_all  tp  2 ranks, stride 1  512.0 KiB in, 512.0 KiB out
+about 23 us; peak memory 3.0 MiB
 <BLANKLINE>
          lies as  rank 0 holds
-before   s@tp d   512 x 512     1.0 MiB
-after 1  s d@tp   1024 x 256    1.0 MiB
+before   s@tp d   512 x 512
+after 1  s d@tp   1024 x 256
 <BLANKLINE>
-1  all_to_all over tp: 512.0 KiB in, 512.0 KiB out, about 23 us
-   1 group of 2: 0 1
+1  all_to_all in 1 group of 2: 0 1
 <BLANKLINE>
    what goes from whom to whom:
 from  to        [0]          1
-[0]          [stays] 512.0 KiB
+[0]         [stays] 512.0 KiB
 1         512.0 KiB      stays
-<BLANKLINE>
-rank 0 has from                           bytes
-0, itself        s 0:512  d 0:256     512.0 KiB
-1                s 512:1024  d 0:256  512.0 KiB
 """
 
 from __future__ import annotations
@@ -54,8 +50,8 @@ def sheet_of_plan(made: Plan, room: Room) -> Sheet:
     panels: list[Panel] = [Remark(tuple(line.strip() for line in lines), close=True)]
     if made.source.universe == made.target.universe and made.source.universe.size <= MOST:
         panels.append(moves_of_plan(made, dim_names(made.source)))
-    rows = tuple((f"after {at}" if at else "before", str(state), _held(state, made)) for at, state in enumerate(made.states))
-    panels.append(Listing(("", "lies as", f"rank {made.rank} holds"), rows))
+    rows = ((f"after {at}" if at else "before", str(each), _held(each, made)) for at, each in enumerate(made.states))
+    panels.append(Listing(("", "lies as", f"rank {made.rank} holds"), tuple(rows)))
     for number, step in enumerate(made.steps, 1):
         panels += _step(made, number, step, room) if step.group_size > 1 else []
     return Sheet(title, f"What moves in the plan {title}: {'; '.join(lines)}.", tuple(panels))

@@ -3,7 +3,7 @@
 >>> short_ranks(range(8)), short_ranks(range(0, 16, 4)), short_ranks([0, 1, 8, 9]), short_ranks([3])
 ('0..7', '0 4 8 12', '0 1 8 9', '3')
 >>> short_ranks(range(7232, 60000, 16384)), short_ranks([at + i for at in range(0, 4096, 8) for i in range(4)], 36)
-('7232 23616 40000 56384', '0..3 8..11 16..19 .. 4088..4091')
+('7232 23616 40000 56384', '0..3 8..11 16..19 .. 4091')
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEFT_OUT = ".."
 """What stands for what is left out."""
 
 MOST_RUNS = 64
-"""Of more runs than this only the first are looked for; the last one is taken to be as long as the first."""
+"""Of more runs than this only the first are looked for, and the last rank."""
 
 RANGES = 3
 """A text without a width shows this many runs, and the last."""
@@ -34,9 +34,7 @@ def short_ranks(ranks: Sequence[int], width: int | None = None) -> str:
     ('0 4 8 .. 13', '1,143 ranks')
     """
     runs = list(islice(runs_of(ranks), MOST_RUNS + 1))
-    if len(runs) > MOST_RUNS:
-        last = list(runs_of(ranks[-len(runs[0]) :]))
-        runs[-1] = last[-1]
+    runs[MOST_RUNS:] = [ranks[-1:]] * (len(runs) > MOST_RUNS)
     texts = list(map(_run, runs))
     separator = ", " if any(" step " in text for text in texts) else " "
     short = joined(len(texts), texts.__getitem__, separator, width, "")

@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
 from axes.algebra.errors import MeshError, ShardingError, shown
@@ -24,7 +25,7 @@ from axes.algebra.explanation import Explanation
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number
+from axes.algebra.sizes import checked_rank, checked_tensor_shape
 from axes.show.in_html import page_of, part_of_page
 from axes.show.in_svg import svg_of
 from axes.show.in_text import coded, lines_of, plain
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 DRAWN = Room(width=96, height=32)
 """How much SVG and HTML show."""
 
-_NARROWEST, _TERMINALS = 20, range(40, 161)
-"""Columns of text at least, and in a terminal, however large it is."""
-
 
 class Picture:
     """What `axes.show` gives: text, SVG or HTML of one value.
@@ -56,17 +54,9 @@ class Picture:
         self._sheet = sheet
 
     def text(self, width: int = 80, height: int = 24) -> str:
-        """Plain ASCII text, of at most `width` columns, folded to about `height` lines where it can be.
-
-        Raises `ShardingError` for a width below 20 and a height below 1.
-        """
-        columns, lines = whole_number(width), whole_number(height)
-        if columns is None or lines is None or columns < _NARROWEST or lines < 1:
-            raise ShardingError(
-                f"a picture's text has a width of {_NARROWEST} columns or more and a height of a line or more; found "
-                f"width={shown(width)}, height={shown(height)}"
-            )
-        return plain(lines_of(self._sheet(Room(columns, lines)), columns))
+        """Plain ASCII text, of at most `width` columns, 20 or more, folded to about `height` lines where it can be."""
+        room = Room(checked_rank("width", width, 20), checked_rank("height", height, 1))
+        return plain(lines_of(self._sheet(room), room.width))
 
     def svg(self) -> str:
         """An SVG for light and dark, with its summary as text; without scripts, nothing comes from outside."""
@@ -78,16 +68,14 @@ class Picture:
 
     def print(self, file: IO[str] | None = None) -> None:
         """Write it to `file`, by default to `sys.stdout`; in colour where that is a terminal."""
-        stream = sys.stdout if file is None else file
-        print(self._for(stream), file=stream)
+        print(self._for(file or sys.stdout), file=file)
 
-    def _for(self, stream: IO[str] | None) -> str:
-        if stream is None or not stream.isatty() or os.environ.get("TERM") == "dumb":
+    def _for(self, stream: IO[str]) -> str:
+        if not stream.isatty() or os.environ.get("TERM") == "dumb":
             return self.text()
         size = shutil.get_terminal_size()
-        width = min(max(size.columns, _TERMINALS[0]), _TERMINALS[-1])
-        lines = lines_of(self._sheet(Room(width, max(size.lines - 1, Room().height))), width)
-        return coded(lines, colors=not os.environ.get("NO_COLOR"))
+        room = Room(min(max(size.columns, 40), 160), max(size.lines - 1, Room().height))
+        return coded(lines_of(self._sheet(room), room.width), colors=not os.environ.get("NO_COLOR"))
 
     def __str__(self) -> str:
         return self.text()
@@ -129,19 +117,17 @@ def show(
     t  tp       4   1  4..7             2: 0..3, 4..7
     """
     seen = None if rank is None else checked_rank("rank", rank)
-    if shape is not None and not isinstance(x, Sharding) and isinstance(x, Mesh | Plan | Transfer | _dtensor()):
+    if shape is not None and isinstance(x, Mesh | Plan | Transfer | _dtensor()):
         raise ShardingError(
             f"axes.show takes a shape with a Sharding alone; found {shown(shape)} with a {type(x).__name__}"
         )
     if isinstance(x, Mesh):
-        mesh = x.at(_rank_of(seen, x))
-        return Picture(lambda room: sheet_of_mesh(mesh, room))
+        return Picture(partial(sheet_of_mesh, x.at(_rank_of(seen, x))))
     if isinstance(x, Plan):
         made = x if seen is None else x.at(_rank_of(seen, x.source.mesh, x.target.mesh))
-        return Picture(lambda room: sheet_of_plan(made, room))
+        return Picture(partial(sheet_of_plan, made))
     if isinstance(x, Transfer):
-        moved = seen_transfer(x, seen)
-        return Picture(lambda room: sheet_of_transfer(moved, room))
+        return Picture(partial(sheet_of_transfer, seen_transfer(x, seen)))
     sharding, whole, dtype = x, None if shape is None else checked_tensor_shape(shape), None
     if isinstance(x, _dtensor()):
         sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
@@ -149,20 +135,19 @@ def show(
     if not isinstance(sharding, Sharding):
         takes = "axes.show takes a Mesh, a Sharding, a Plan, a Transfer or a DTensor; found"
         raise ShardingError(f"{takes} {type(x).__name__}{_INSTEAD.get(type(x).__name__, f': {shown(x)}')}")
-    at = _rank_of(seen, sharding.mesh)
     if whole is not None:
         sharding.extents(whole)  # refuses what doesn't fit
-    return Picture(lambda room: sheet_of_sharding(sharding, whole, room, at, dtype))
+    return Picture(partial(sheet_of_sharding, sharding, whole, rank=_rank_of(seen, sharding.mesh), dtype=dtype))
 
 
 def drawn(value: object) -> Picture:
     """The picture of a mesh, a sharding, a plan, a transfer or an explanation: what a notebook shows of it."""
     if isinstance(value, Explanation):
-        return Picture(lambda room: _sheet_of_explanation(value))
+        return Picture(partial(_sheet_of_explanation, value))
     return show(value)  # type: ignore[arg-type]
 
 
-def _sheet_of_explanation(found: Explanation) -> Sheet:
+def _sheet_of_explanation(found: Explanation, room: Room) -> Sheet:
     """What moves, where that can be drawn, and the sections as tables; who doesn't see it is told the text."""
     panels = [] if found.drawing is None else [found.drawing()]
     for section in found.sections:

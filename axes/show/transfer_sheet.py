@@ -170,23 +170,19 @@ def _tensors(move: Transfer, most: int) -> Listing:
             shape = " x ".join(map(str, facts[f"{side}_shape"])) or "one number"
             rows.append((before + name, size, shape, facts[dtype] or "-", facts[side] or "whole"))
             before, size = "  -> ", ""
-    rest = [one for kind in kinds[most:] for one in kind]
-    if rest:
-        count = len({one.source_name for one in rest})
-        rows.append((f"{LEFT_OUT} {count:,} more", bytes_text(_bytes_of(rest)), "", "", ""))
+    if len(kinds) > most:
+        size = bytes_text(sum(map(_bytes_of, kinds[most:])))
+        rows.append((f"{LEFT_OUT} {len(kinds) - most:,} more kinds", size, "", "", ""))
     return Listing(("tensors", "bytes", "shape", "dtype", "lies as"), tuple(rows), right=(1,))
 
 
 def _meshes(move: Transfer, side: int, most: int) -> tuple[tuple[str, ...], ...]:
     """The meshes of one side, each with its ranks, and how many tensors lie on it."""
     ends = [end.sharding for end in move.ends[side].values()]
-    found = [*Counter((end.mesh.declaration, end.universe.ranks) for end in ends).items()]
-
-    def row(at: int) -> tuple[str, ...]:
-        (declared, ranks), count = found[at]
-        return ("from", "to")[side], declared, short_ranks(ranks, NAMES), f"{count:,}"
-
-    return few_rows(len(found), row, max(2, most // 2))
+    found = Counter((end.mesh.declaration, end.universe.ranks) for end in ends)
+    from_or_to = ("from", "to")[side]
+    rows = [(from_or_to, mesh, short_ranks(ranks, NAMES), f"{count:,}") for (mesh, ranks), count in found.items()]
+    return few_rows(rows, max(2, most // 2))
 
 
 # --- bytes of all ranks -----------------------------------------------------------------------------
@@ -221,11 +217,8 @@ def _between(move: Transfer, room: Room) -> Board:
 
 def _buckets(move: Transfer, most: int, width: int) -> Listing:
     """What the rank does in each bucket."""
-    steps = [step for step in move.steps if step.ranks]
-
-    def row(at: int) -> tuple[str, ...]:
-        step = steps[at]
+    rows = []
+    for step in move.steps:
         both = (bytes_text(count) if count else "-" for count in (step.bytes_out, step.bytes_in))
-        return f"bucket {step.number}", *both, short_ranks(step.ranks, width)
-
-    return Listing((f"rank {move.rank}", "out", "in", "with"), few_rows(len(steps), row, most), right=(1, 2))
+        rows += [(f"bucket {step.number}", *both, short_ranks(step.ranks, width))] if step.ranks else []
+    return Listing((f"rank {move.rank}", "out", "in", "with"), few_rows(rows, most), right=(1, 2))

@@ -113,9 +113,9 @@ picture = axes.show(plan)
 
 {SHOWN}
 
-Bytes `in` and `out` are over the links, for the rank that has most of them; times are the
-[cost model's](redistribution.md). Who has something from whom is shown for the group of the rank (`rank=`), and so is
-what the rank has of it: boxes of the whole tensor. Where a mesh has at most eight ranks, the SVG begins with all:
+The first rows are the plan's own: bytes `in` and `out` are over the links, for the rank that has most of them; times
+are the [cost model's](redistribution.md). Who has something from whom is shown for the group of the rank (`rank=`).
+Where a mesh has at most eight ranks, the SVG begins with all:
 
 <!-- svg show-plan: an all-to-all among two groups of four ranks -->
 
@@ -137,10 +137,10 @@ picture = axes.show(move, rank=5)
 
 {SHOWN}
 
-What is `received` in all is what ranks need and don't have, so that no plan sends less. Tensors that lie alike are one
-row (`61 like layers.0.up`), with how they lie before and after. The board is folded around the rank (`rank=`) and its
-partners, and below it stands what that rank does, bucket by bucket. The time is the [cost model's](redistribution.md),
-of one bucket after the other.
+The first rows are the transfer's own: what is `received` in all is what ranks need and don't have. Tensors that lie
+alike are one row (`layers.0.up and 60 more`), with how they lie before and after. The board is folded around the rank
+(`rank=`) and its partners, and below it stands what that rank does, bucket by bucket. The time is the
+[cost model's](redistribution.md), of one bucket after the other.
 
 <!-- svg show-transfer: how much each of four ranks sends to each of four others -->
 
@@ -166,7 +166,6 @@ picture = axes.show(large, rank=1500)
 | in a script | `print(axes.show(x))` is plain text of 80 columns; `axes.show(x).print()` as at a prompt |
 | in a notebook | `axes.show(x)`, and a mesh, a sharding, a plan or a transfer by itself |
 | in a file | `.text(width=120)`, `.svg()`, and `.html()`, which is a page of its own |
-| by rich | `rich.print(axes.show(x))` |
 
 Text is ASCII. A pipe gets no colour, nor does a terminal where `NO_COLOR` is set. SVG and HTML are for light and dark,
 for a phone as well; they hold no script, and nothing comes from outside.
