@@ -167,17 +167,17 @@ def _shares(heads: Sequence[Head], least: Sequence[float], spread: float) -> lis
 
 
 def _row(cells: Sequence[Cell], widths: Sequence[float], left: float, y: float, height: float) -> list[str]:
-    parts, over = [], []
+    parts = []
     for cell, x, width in zip(cells, accumulate(widths, initial=left), widths, strict=False):
         kind = "toned" if cell.tone is not None else "seen" if cell.here else "place"
         parts.append(_box(kind, x, y, width, height, "" if cell.tone is None else color(cell.tone)))
         style = f"mid{' bold' * cell.here}{' on' * (kind != 'place')}"
         parts.append(_text(x + width / 2, y + height / 2 + 4, f"{cell.text} {cell.mark}", style))
         if cell.here and kind == "toned":
-            over.append(_box("ring", x + 2, y + 2, width - 4, height - 4))
+            parts.append(_box("ring", x + 2, y + 2, width - 4, height - 4))
         if cell.wall:
-            over.append(f'<line class="wall" x1="{x:.5g}" y1="{y:.5g}" x2="{x:.5g}" y2="{y + height:.5g}"/>')
-    return [*parts, *over]
+            parts.append(f'<line class="wall" x1="{x:.5g}" y1="{y:.5g}" x2="{x:.5g}" y2="{y + height:.5g}"/>')
+    return parts
 
 
 # --- moves ----------------------------------------------------------------------------------------

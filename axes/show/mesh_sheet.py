@@ -33,7 +33,6 @@ from axes.show.panels import (
     Cell,
     Head,
     Listing,
-    Panel,
     Remark,
     Room,
     Sheet,
@@ -51,11 +50,9 @@ def sheet_of_mesh(mesh: Mesh, room: Room) -> Sheet:
     """The picture of a mesh, seen from its rank."""
     declared = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     listing = _groups(mesh, room.width)
-    panels: list[Panel] = [Remark((_ranks(mesh),), close=True), listing]
-    if mesh.universe.position(mesh.rank) is not None or mesh.size == mesh.universe.size:
-        panels.insert(1, _grid(mesh, room, max(5, room.height - 6 - len(listing.rows))))
+    grid = _grid(mesh, room, max(5, room.height - 6 - len(listing.rows)))
     summary = f"The ranks of a mesh {declared} as a grid, and the groups along each of its axes. {_ranks(mesh)}."
-    return Sheet(f"Mesh {declared}", summary, tuple(panels))
+    return Sheet(f"Mesh {declared}", summary, (Remark((_ranks(mesh),), close=True), grid, listing))
 
 
 def letters_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -83,8 +80,7 @@ def _ranks(mesh: Mesh) -> str:
     if per_node is not None and mesh.size == mesh.universe.size:
         nodes = nodes_of(universe, per_node)
         count += f" on {nodes:,} nodes of {per_node:,}" if nodes > 1 else f" on one node of {per_node:,}"
-    outside = "" if mesh.universe.position(mesh.rank) is not None else ", which isn't one of them"
-    return f"{count}, seen from rank {mesh.rank}{outside}"
+    return f"{count}, seen from rank {mesh.rank}"
 
 
 def nodes_of(ranks: Sequence[int], per_node: int) -> int:
@@ -100,8 +96,7 @@ def nodes_of(ranks: Sequence[int], per_node: int) -> int:
 
 def _grid(mesh: Mesh, room: Room, lines: int) -> Board:
     """The ranks, the last axis across. A rank is a peer along an axis if its coordinates on all others are the same."""
-    position, per_node = mesh.universe.position(mesh.rank), mesh.ranks_per_node
-    seen, whole = position or 0, mesh.layout_of_all
+    seen, whole, per_node = mesh.universe.position(mesh.rank) or 0, mesh.layout_of_all, mesh.ranks_per_node
     *leading, last = mesh.layouts
     rows, base = Layout.product(*leading), seen - whole.offset(whole.coordinate(seen))
     letters = letters_of(mesh.axis_names)
@@ -116,10 +111,10 @@ def _grid(mesh: Mesh, room: Room, lines: int) -> Board:
     def cell(row: int, column: int) -> Cell:
         at = base + row + column
         apart = [i for i, layout in enumerate(mesh.layouts) if layout.coordinate(at) != layout.coordinate(seen)]
-        peer = position is not None and len(apart) == 1
+        peer = len(apart) == 1
         wall = column > 0 and node(row, last.offset(last.coordinate(column) - 1)) != node(row, column)
-        rank, here = str(mesh.universe.ranks[at]), position is not None and not apart
-        return Cell(rank, apart[0] if peer else None, letters[apart[0]] if peer else "", here, wall)
+        rank = str(mesh.universe.ranks[at])
+        return Cell(rank, apart[0] if peer else None, letters[apart[0]] if peer else "", not apart, wall)
 
     def side(name: str, layout: Layout) -> BoardSide:
         return BoardSide(name, layout, lambda at: Head((str(layout.coordinate(at)),)))
@@ -142,17 +137,15 @@ def _wanted(rows: Layout, leading: Sequence[Layout], seen: int) -> Iterator[int]
 
 def _groups(mesh: Mesh, width: int) -> Listing:
     """A row for each name. A third of the width is for this rank's group, what is left for those of all ranks."""
-    universe, per_node, position = mesh.universe, mesh.ranks_per_node, mesh.universe.position(mesh.rank)
+    universe, per_node, seen = mesh.universe, mesh.ranks_per_node, mesh.universe.position(mesh.rank) or 0
     head = ("", "axis", "size", "at", f"group of rank {mesh.rank}", *(["nodes"] if per_node else []))
     rows, names = [], dict.fromkeys((*mesh.axis_names, *mesh.namespace))
     for mark, name in zip_longest(letters_of(mesh.axis_names), names, fillvalue=""):
         layout, text = mesh.layout(name), name if mark else f"{name} = {mesh.described(name)}"
-        row = [mark, text if len(text) <= LONGEST else name, f"{layout.size:,}", "-", "-"]
-        if position is not None:
-            ranks = universe.group(layout, mesh.rank)
-            row[3:] = f"{layout.coordinate(position):,}", short_ranks(ranks, max(len(head[4]), width // 3))
-            row += [f"{nodes_of(ranks, per_node):,}"] if per_node else []
-        rows.append(tuple(row))
+        ranks = universe.group(layout, mesh.rank)
+        own = short_ranks(ranks, max(len(head[4]), width // 3))
+        row = (mark, text if len(text) <= LONGEST else name, f"{layout.size:,}", f"{layout.coordinate(seen):,}", own)
+        rows.append((*row, *([f"{nodes_of(ranks, per_node):,}"] if per_node else [])))
     left = width - sum(widths_of([head, *rows])) - 2 * len(head)
     table = []
     for row, name in zip(rows, names, strict=True):

@@ -19,14 +19,11 @@ def shape_of_names(spec: str | Spec, sizes: Mapping[str, int], text: str = "") -
     Raises `SizeError` for a dim whose size isn't known.
     """
     tree = parse_spec(spec) if isinstance(spec, str) else spec
-    shape = []
-    for dim in tree.dims:
-        known = [sizes.get(f.name or "") if f.size is None else f.size for f in dim.factors]
-        missing = [factor.name or "_" for factor, size in zip(dim.factors, known, strict=True) if size is None]
-        if "..." in missing or "_" in missing:
-            raise SizeError(f"'{dim}' in '{text or spec}' has no name for a size: name each dim, as in 'b s d'")
-        if missing:
-            name = shortened(missing[0])
-            raise SizeError(f"the size of {name} is open in '{text or spec}': give it, like {missing[0]}=8")
-        shape.append(math.prod(size for size in known if size is not None))
-    return tuple(shape)
+    factors = [factor for dim in tree.dims for factor in dim.factors]
+    known = {each: sizes.get(each.name or "") if each.size is None else each.size for each in factors}
+    for factor in (factor for factor, size in known.items() if size is None):
+        if factor.name in (None, "_", "..."):
+            raise SizeError(f"'{factor}' in '{text or spec}' has no name for a size: name each dim, as in 'b s d'")
+        name = shortened(factor.name)
+        raise SizeError(f"the size of {name} is open in '{text or spec}': give it, like {factor.name}=8")
+    return tuple(math.prod(known[factor] or 0 for factor in dim.factors) for dim in tree.dims)

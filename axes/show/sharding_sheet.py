@@ -105,9 +105,9 @@ class Blocks:
     rank: int
 
     @property
-    def position(self) -> int | None:
+    def position(self) -> int:
         """The place of the rank in the mesh."""
-        return self.sharding.universe.position(self.rank)
+        return self.sharding.universe.position(self.rank) or 0
 
     @cached_property
     def drawn(self) -> list[BoardSide]:
@@ -142,10 +142,10 @@ class Blocks:
 
     def cell(self, position: int, width: int | None) -> Cell:
         """A block whose first holder has this position, with all holders; there is a colour for each set of ranks."""
-        seen, extent = self.position or 0, self.sharding.mesh.extent
-        position += seen - extent.offset(extent.coordinate(seen))
+        extent = self.sharding.mesh.extent
+        position += self.position - extent.offset(extent.coordinate(self.position))
         tone = self.split.coordinate(position)
-        here = self.position is not None and tone == self.split.coordinate(seen)
+        here = tone == self.split.coordinate(self.position)
         return Cell(self._held(position, self.levels, width), tone, here=here)
 
     def _held(self, start: int, levels: Sequence[tuple[str, Layout]], width: int | None) -> str:
@@ -169,8 +169,6 @@ class Blocks:
 def _where(blocks: Blocks, dtype: str | None) -> str:
     """The mesh, and what the rank that looks has."""
     mesh = " ".join(f"{name}={size}" for name, size in blocks.sharding.mesh.shape.items())
-    if blocks.position is None:
-        return f"on {mesh}, seen from rank {blocks.rank}, which isn't one of its ranks"
     if blocks.shape is None:
         return f"on {mesh}, seen from rank {blocks.rank}; a tensor of any size that divides"
     local = blocks.sharding.local_shape(blocks.shape, blocks.rank)
@@ -181,7 +179,7 @@ def _where(blocks: Blocks, dtype: str | None) -> str:
 def _board(blocks: Blocks, room: Room, lines: int) -> Board:
     """The blocks, the last dim that is split across, the others down."""
     *down, across = blocks.drawn
-    rows, columns, seen = Layout.product(*[side.layout for side in down]), across.layout, blocks.position or 0
+    rows, columns, seen = Layout.product(*[side.layout for side in down]), across.layout, blocks.position
     beside = [[side.head(rows.offset(at)).labels[0] for side in down] for at in (rows.coordinate(seen), rows.size - 1)]
     labels = widths_of([[side.name for side in down], *beside])
     left = room.width - sum(labels) - len(across.name) - 2 * len(down) - 1
@@ -195,7 +193,6 @@ def _board(blocks: Blocks, room: Room, lines: int) -> Board:
 def _dims(blocks: Blocks) -> Listing:
     """A row for each dim: its size, what splits it, and what this rank has of it."""
     rows, mesh, (sharding, shape) = [], blocks.sharding.mesh, (blocks.sharding, blocks.shape)
-    tile = None if shape is None else sharding.tile(shape, blocks.rank)
     for at, (name, slots) in enumerate(zip(dim_names(sharding), sharding.dims, strict=True)):
         size = "any" if shape is None else f"{shape[at]:,}"
         row = (name, size, " ".join(map(mesh.called, slots.layouts)) or "-", f"{slots.pieces:,}")
@@ -205,10 +202,9 @@ def _dims(blocks: Blocks) -> Listing:
                 math.prod(chunk(extent, [layout.size for layout in slot.layouts]) for extent, slot in cuts)
                 for chunk in (smallest_chunk, largest_chunk)
             ]
-            row += ("..".join(f"{size:,}" for size in dict.fromkeys(sizes)),)
-        if tile is not None:
-            runs = [f"{start}:{stop}" for start, stop in tile[at] if start < stop] or ["nothing"]
-            row += (joined(len(runs), runs.__getitem__, " ", 24, f"{len(runs)} runs"),)
+            runs = [f"{start}:{stop}" for start, stop in (sharding.tile(shape, blocks.rank) or ())[at] if start < stop]
+            own = joined(len(runs), runs.__getitem__, " ", 24, f"{len(runs)} runs") or "nothing"
+            row += ("..".join(f"{size:,}" for size in dict.fromkeys(sizes)), own)
         rows.append(row)
     head = ("dim", "size", "split over", "parts", "each has", f"rank {blocks.rank} has")
     return Listing(head[: len(rows[0]) if rows else 0], tuple(rows), right=(1, 3, 4))

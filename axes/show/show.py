@@ -7,11 +7,12 @@
     axes.show(transfer, rank=5)              the same of many tensors, in buckets
 
 What is shown is a `Sheet` of boards, tables and remarks (`panels`), made by `mesh_sheet`, `sharding_sheet`,
-`plan_sheet` or `transfer_sheet`, and put into text, SVG and HTML by `in_text`, `in_svg` and `in_html`.
+`moves` or `transfer_sheet`, and put into text, SVG and HTML by `in_text`, `in_svg` and `in_html`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -30,8 +31,8 @@ from axes.show.in_html import page_of, part_of_page
 from axes.show.in_svg import svg_of
 from axes.show.in_text import coded, lines_of, plain
 from axes.show.mesh_sheet import sheet_of_mesh
+from axes.show.moves import sheet_of_plan
 from axes.show.panels import Listing, Remark, Room, Sheet
-from axes.show.plan_sheet import sheet_of_plan
 from axes.show.sharding_sheet import sheet_of_sharding
 from axes.show.transfer_sheet import seen_transfer, sheet_of_transfer
 from axes.transfers.transfers import Transfer
@@ -164,13 +165,13 @@ def _sheet_of_explanation(found: Explanation, room: Room) -> Sheet:
 
 
 def _rank_of(rank: int | None, *meshes: Mesh) -> int:
-    """The rank to look from, one of these meshes; the first one where the mesh's job has ended."""
+    """The rank to look from: without one this rank, or the first of a mesh that it isn't of or whose job has ended."""
     if rank is not None and all(mesh.universe.position(rank) is None for mesh in meshes):
         raise MeshError(f"rank {rank} isn't one of the ranks of {' or '.join(map(repr, meshes))}")
-    try:
-        return meshes[0].rank if rank is None else rank
-    except MeshError:
-        return meshes[0].universe.ranks[0]
+    with contextlib.suppress(MeshError):
+        if rank is not None or meshes[0].universe.position(meshes[0].rank) is not None:
+            return meshes[0].rank if rank is None else rank
+    return meshes[0].universe.ranks[0]
 
 
 def _dtensor() -> type:
