@@ -21,12 +21,9 @@ LEFT_OUT = ".."
 MOST_RUNS = 64
 """Of more runs than this only the first are looked for, and the last rank."""
 
-RANGES = 3
-"""A text without a width shows this many runs, and the last."""
 
-
-def short_ranks(ranks: Sequence[int], width: int | None = None) -> str:
-    """Ranks in their order: `0 4`, `0..7`, `0..56 step 8`; in `width` columns, or in a few runs.
+def short_ranks(ranks: Sequence[int], width: int = 64) -> str:
+    """Ranks in their order: `0 4`, `0..7`, `0..56 step 8`; as many as fit in `width` columns.
 
     A run is left out rather than cut, so that every number in the text is a rank.
 
@@ -67,7 +64,7 @@ def _run(run: Sequence[int]) -> str:
     return " ".join(map(str, run))
 
 
-def joined(count: int, text: Callable[[int], str], separator: str, width: int | None, instead: str) -> str:
+def joined(count: int, text: Callable[[int], str], separator: str, width: int, instead: str) -> str:
     """`count` texts with the last one, and as many of the first as fit; `instead` where not even these two do.
 
     Asks only for the texts that it shows, so `count` may be large.
@@ -75,18 +72,14 @@ def joined(count: int, text: Callable[[int], str], separator: str, width: int | 
     >>> joined(1000, str, " ", 20, "many")
     '0 1 2 3 4 5 6 .. 999'
     """
-    most = RANGES if width is None else max(1, width)
-    if count <= most + 1:
-        whole = separator.join(map(text, range(count)))
-        if width is None or len(whole) <= width:
-            return whole
-    last = f"{LEFT_OUT} {text(count - 1)}"
-    texts = map(text, range(min(count - 1, most)))
-    shown: list[str] = []
-    for one in texts:
-        if width is not None and len(separator.join([*shown, one, last])) > width:
+    whole = separator.join(map(text, range(min(count, width + 2))))
+    if count <= width + 1 and len(whole) <= width:
+        return whole
+    shown, last = list[str](), f"{LEFT_OUT} {text(count - 1)}"
+    for at in range(min(count - 1, width)):
+        if len(separator.join([*shown, text(at), last])) > width:
             break
-        shown.append(one)
+        shown.append(text(at))
     return separator.join([*shown, last]) if shown else instead
 
 

@@ -140,24 +140,23 @@ class Blocks:
         used = Layout.product(self.split, *[layout for _, layout in pending])
         return [("", self.sharding.mesh.extent.divide(used)), *reversed(pending)]
 
-    def cell(self, position: int, width: int | None) -> Cell:
+    def cell(self, position: int, width: int) -> Cell:
         """A block whose first holder has this position, with all holders; there is a colour for each set of ranks."""
         extent = self.sharding.mesh.extent
         position += self.position - extent.offset(extent.coordinate(self.position))
         tone = self.split.coordinate(position)
-        here = tone == self.split.coordinate(self.position)
-        return Cell(self._held(position, self.levels, width), tone, here=here)
+        return Cell(self._held(position, self.levels, width), tone, here=tone == self.split.coordinate(self.position))
 
-    def _held(self, start: int, levels: Sequence[tuple[str, Layout]], width: int | None) -> str:
+    def _held(self, start: int, levels: Sequence[tuple[str, Layout]], width: int) -> str:
         """The ranks from a position on: copies side by side, summands in parentheses."""
         (op, layout), *inner = levels
-        room = None if width is None else max(1, width - (len(op) + 2 if op else 0))
+        room = max(1, width - (len(op) + 2 if op else 0))
 
         def each(at: int) -> str:
-            return self._held(start + layout.offset(at), inner, None if op else width)
+            return self._held(start + layout.offset(at), inner, room)
 
         if inner:
-            text = joined(layout.size, each, " ", room, "") or (LEFT_OUT if op else f"{each(0)} {LEFT_OUT}")
+            text = joined(layout.size, each, " ", room, LEFT_OUT if op else f"{each(0)} {LEFT_OUT}")
         else:
             text = short_ranks(self.sharding.universe.pick(layout.offsets(start)), room)
         return f"{op}({text})" if op else text
