@@ -25,7 +25,7 @@ STYLE = """
   .axes-picture svg { display: block; max-width: none !important }
   .axes-picture table { border-collapse: collapse; font: inherit; margin: 0; border: 0; color: inherit }
   .axes-picture .wide th, .axes-picture .wide td { padding: 2px 14px 2px 0; text-align: left; white-space: pre;
-    background: none; border: 0 }
+    vertical-align: top; background: none; border: 0 }
   .axes-picture .wide td:last-child { white-space: pre-wrap; min-width: 12em }
   .axes-picture th { color: #57606a; font-weight: 400 }
   .axes-picture .wide .number { text-align: right } .axes-picture tr { background: none !important }

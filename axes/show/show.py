@@ -118,7 +118,7 @@ def show(
     t  tp       4   1  4..7             2: 0..3, 4..7
     """
     seen = None if rank is None else checked_rank("rank", rank)
-    if shape is not None and isinstance(x, Mesh | Plan | Transfer | _dtensor()):
+    if shape is not None and isinstance(x, (Mesh, Plan, Transfer, *_dtensors())):
         raise ShardingError(
             f"axes.show takes a shape with a Sharding alone; found {shown(shape)} with a {type(x).__name__}"
         )
@@ -130,12 +130,13 @@ def show(
     if isinstance(x, Transfer):
         return Picture(partial(sheet_of_transfer, seen_transfer(x, seen)))
     sharding, whole, dtype = x, None if shape is None else checked_tensor_shape(shape), None
-    if isinstance(x, _dtensor()):
+    if isinstance(x, _dtensors()):
         sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
         whole, dtype = tuple(map(int, x.shape)), str(x.dtype).removeprefix("torch.")
     if not isinstance(sharding, Sharding):
         takes = "axes.show takes a Mesh, a Sharding, a Plan, a Transfer or a DTensor; found"
-        raise ShardingError(f"{takes} {type(x).__name__}{_INSTEAD.get(type(x).__name__, f': {shown(x)}')}")
+        advice = [_INSTEAD[each.__name__] for each in type(x).__mro__ if each.__name__ in _INSTEAD]
+        raise ShardingError(f"{takes} {type(x).__name__}{(advice or [f': {shown(x)}'])[0]}")
     if whole is not None:
         sharding.extents(whole)  # refuses what doesn't fit
     return Picture(partial(sheet_of_sharding, sharding, whole, rank=_rank_of(seen, sharding.mesh), dtype=dtype))
@@ -174,10 +175,10 @@ def _rank_of(rank: int | None, *meshes: Mesh) -> int:
     return meshes[0].universe.ranks[0]
 
 
-def _dtensor() -> type:
-    """The class of DTensors; who shows a mesh needs no torch."""
+def _dtensors() -> tuple[type, ...]:
+    """The class of DTensors, where torch is imported: who shows a mesh needs none."""
     tensors = sys.modules.get("torch.distributed.tensor")
-    return type(None) if tensors is None else tensors.DTensor
+    return () if tensors is None else (tensors.DTensor,)
 
 
 _INSTEAD = {
