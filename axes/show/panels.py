@@ -259,13 +259,6 @@ def exchange_board(
     return board_of(*sides, cell, both, room, lines, "ranks", caption=f"   {caption}:")
 
 
-def few_rows(rows: Sequence[tuple[str, ...]], most: int) -> tuple[tuple[str, ...], ...]:
-    """Rows of a table: of many the first and the last one."""
-    shown = folded(len(rows), [0, len(rows) - 1], most) if rows else []
-    gaps = ((f"{LEFT_OUT} {len(at):,} more", *[""] * (len(rows[0]) - 1)) for at in shown if isinstance(at, range))
-    return tuple(next(gaps) if isinstance(at, range) else rows[at] for at in shown)
-
-
 def folded(
     count: int, wanted: Iterable[int], room: int, size: Callable[[int], int] = lambda at: 1, gap: int = 1
 ) -> list[int | range]:

@@ -44,12 +44,12 @@ from typing import Any
 from axes.algebra.errors import MeshError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text
-from axes.show.panels import Board, Listing, Panel, Remark, Room, Sheet, exchange_board, few_rows
+from axes.show.panels import Board, Listing, Panel, Remark, Room, Sheet, exchange_board
 from axes.show.rank_text import LEFT_OUT, short_ranks, time_text
 from axes.transfers.transfers import Transfer
 
-MOST_ROWS = 6
-"""Rows of a table of tensors, meshes or buckets in a picture; an explanation has all of them."""
+MOST_BUCKETS = 6
+"""Buckets in a picture; an explanation has all of them."""
 
 NAMES = 34
 """Letters of a cell that lists ranks."""
@@ -60,7 +60,7 @@ def sheet_of_transfer(move: Transfer, room: Room) -> Sheet:
     title, lines = _said(move)
     panels: list[Panel] = [Remark(lines, close=True)]
     if move.tensors:
-        panels += _tables(move, MOST_ROWS, max(16, room.width - 64))
+        panels += _tables(move, MOST_BUCKETS, max(16, room.width - 64))
     if move.bytes_in:
         panels.insert(3, _between(move, room))
     own = f"Rank {move.rank} exchanges with {short_ranks(move.partners, 60) or 'nobody'}"
@@ -70,7 +70,7 @@ def sheet_of_transfer(move: Transfer, room: Room) -> Sheet:
 def explained_transfer(move: Transfer) -> Explanation:
     """A transfer as `axes.explain` says it."""
     title, lines = _said(move)
-    tables = _tables(move, len(move.tensors) + len(move.buckets), 2 * NAMES) if move.tensors else []
+    tables = _tables(move, len(move.buckets), 2 * NAMES) if move.tensors else []
     found = [Section(table.head[0], (("", *table.head[1:]), *table.rows)) for table in tables]
     return Explanation(title, (Section("", tuple((line,) for line in lines)), *found), _facts_of(move))
 
@@ -123,8 +123,7 @@ def seen_transfer(move: Transfer, rank: int | None = None) -> Transfer:
 
 def _tables(move: Transfer, most: int, width: int) -> list[Listing]:
     """The meshes, the tensors, and what this rank does in each bucket. width: letters of a list of ranks."""
-    meshes = (*_meshes(move, 0, most), *_meshes(move, 1, most))
-    found = [Listing(("", "mesh", "ranks", "tensors"), meshes, right=(3,)), _tensors(move, most)]
+    found = [_meshes(move), _tensors(move)]
     return [*found, _buckets(move, most, width)] if move.partners else found
 
 
@@ -159,10 +158,10 @@ def _facts_of_kind(kind: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _tensors(move: Transfer, most: int) -> Listing:
+def _tensors(move: Transfer) -> Listing:
     """What goes where, two rows each: before, and after."""
-    kinds, rows = _kinds(move), list[tuple[str, ...]]()
-    for kind in kinds[:most]:
+    rows = list[tuple[str, ...]]()
+    for kind in _kinds(move):
         facts, size, before = _facts_of_kind(kind), bytes_text(_bytes_of(kind)), ""
         for side, dtype in (("source", "source_dtype"), ("target", "dtype")):
             first, *others = dict.fromkeys(facts[f"{side}s"])
@@ -170,19 +169,16 @@ def _tensors(move: Transfer, most: int) -> Listing:
             shape = " x ".join(map(str, facts[f"{side}_shape"])) or "one number"
             rows.append((before + name, size, shape, facts[dtype] or "-", facts[side] or "whole"))
             before, size = "  -> ", ""
-    if len(kinds) > most:
-        size = bytes_text(sum(map(_bytes_of, kinds[most:])))
-        rows.append((f"{LEFT_OUT} {len(kinds) - most:,} more kinds", size, "", "", ""))
     return Listing(("tensors", "bytes", "shape", "dtype", "lies as"), tuple(rows), right=(1,))
 
 
-def _meshes(move: Transfer, side: int, most: int) -> tuple[tuple[str, ...], ...]:
-    """The meshes of one side, each with its ranks, and how many tensors lie on it."""
-    ends = [end.sharding for end in move.ends[side].values()]
-    found = Counter((end.mesh.declaration, end.universe.ranks) for end in ends)
-    from_or_to = ("from", "to")[side]
-    rows = [(from_or_to, mesh, short_ranks(ranks, NAMES), f"{count:,}") for (mesh, ranks), count in found.items()]
-    return few_rows(rows, max(2, most // 2))
+def _meshes(move: Transfer) -> Listing:
+    """The meshes of both sides, each with its ranks, and how many tensors lie on it."""
+    rows = []
+    for side, ends in zip(("from", "to"), move.ends, strict=True):
+        found = Counter((end.sharding.mesh.declaration, end.sharding.universe.ranks) for end in ends.values())
+        rows += [(side, mesh, short_ranks(ranks, NAMES), f"{count:,}") for (mesh, ranks), count in found.items()]
+    return Listing(("", "mesh", "ranks", "tensors"), tuple(rows), right=(3,))
 
 
 # --- bytes of all ranks -----------------------------------------------------------------------------
@@ -218,7 +214,8 @@ def _between(move: Transfer, room: Room) -> Board:
 def _buckets(move: Transfer, most: int, width: int) -> Listing:
     """What the rank does in each bucket."""
     rows = []
-    for step in move.steps:
+    for step in (step for step in move.steps if step.ranks):
         both = (bytes_text(count) if count else "-" for count in (step.bytes_out, step.bytes_in))
-        rows += [(f"bucket {step.number}", *both, short_ranks(step.ranks, width))] if step.ranks else []
-    return Listing((f"rank {move.rank}", "out", "in", "with"), few_rows(rows, most), right=(1, 2))
+        rows.append((f"bucket {step.number}", *both, short_ranks(step.ranks, width)))
+    rows[most:] = [(f"{LEFT_OUT} {len(rows) - most:,} more", "", "", "")] * (len(rows) > most)
+    return Listing((f"rank {move.rank}", "out", "in", "with"), tuple(rows), right=(1, 2))
