@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from axes.show.panels import Board, Cell, Listing, Moves, Panel, Remark, Sheet, widths_of
+from axes.show.panels import Board, Cell, Listing, Panel, Remark, Sheet, widths_of
 from axes.show.rank_text import LEFT_OUT
 
 CODES = {"bold": "1", "dim": "2", "bold reverse": "1;7"}
@@ -70,17 +70,16 @@ def title_lines(sheet: Sheet, width: int) -> list[Line]:
     return [[Span(line, "bold")] for line in _wrapped(sheet.title, width)]
 
 
-def panel_lines(panel: Panel, width: int) -> Iterator[Line]:
+def panel_lines(panel: Panel, width: int) -> Iterable[Line]:
     """The lines of a panel. Text is wrapped at `width`, boards and tables are as wide as they are."""
     match panel:
         case Board():
-            yield from _board(panel)
+            return _board(panel)
         case Listing():
-            yield from _listing(panel)
+            return _listing(panel)
         case Remark():
-            yield from ([Span(text)] for line in panel.lines for text in _wrapped(line, width))
-        case Moves():
-            return
+            return [[Span(text)] for line in panel.lines for text in _wrapped(line, width)]
+    return []
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -131,13 +130,12 @@ def _place(cell: Cell) -> Span:
 
 
 def _listing(listing: Listing) -> Iterator[Line]:
-    apart = [Span(text, "dim") for text in listing.head]
-    rows = [apart]
-    for (first, *others), tone in zip_longest(listing.rows, listing.tones[: len(listing.rows)]):
-        rows.append([Span(first, "" if tone is None else "bold", tone), *map(Span, others)])
-    last = len(listing.head) - 1
-    for line in _aligned(rows, listing.right):
-        yield [span._replace(text=span.text + "  ") if at < last else span for at, span in enumerate(line)]
+    apart = ["  "] * (len(listing.head) - 1) + [""]
+    rows = [[Span(text + space, "dim") for text, space in zip(listing.head, apart, strict=True)]]
+    for texts, tone in zip_longest(listing.rows, listing.tones[: len(listing.rows)]):
+        first, *others = [Span(text + space) for text, space in zip(texts, apart, strict=True)]
+        rows.append([first if tone is None else Span(first.text, "bold", tone), *others])
+    return _aligned(rows, listing.right)
 
 
 def _aligned(rows: Sequence[Line], right: Sequence[int]) -> Iterator[Line]:

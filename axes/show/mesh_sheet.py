@@ -148,8 +148,8 @@ def _groups(mesh: Mesh, width: int) -> Listing:
         rows.append((*row, *([f"{nodes_of(ranks, per_node):,}"] if per_node else [])))
     left = width - sum(widths_of([head, *rows])) - 2 * len(head)
     table = []
-    for row, name in zip(rows, names, strict=True):
+    for each, name in zip(rows, names, strict=True):
         count = f"{universe.size // mesh.layout(name).size:,}"
         text = groups_text(universe, mesh.layout(name), left - len(count) - 2)
-        table.append((*row, f"{count}: {text}" if text else count))
+        table.append((*each, f"{count}: {text}" if text else count))
     return Listing((*head, "all groups"), tuple(table), (2, 3, 5) if per_node else (2, 3), tuple(range(mesh.ndim)))

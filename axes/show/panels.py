@@ -209,9 +209,12 @@ def board_of(
 
     @cache
     def column(at: int | range) -> list[Cell]:
-        gap = Cell(LEFT_OUT) if isinstance(at, range) else None
-        cells = (None if isinstance(row, range) else gap or cell(rows.offset(row), columns.offset(at)) for row in shown)
-        return [each or Cell("") for each in cells]
+        def place(row: int | range) -> Cell:
+            if isinstance(row, range) or isinstance(at, range):
+                return Cell("" if isinstance(row, range) else LEFT_OUT)
+            return cell(rows.offset(row), columns.offset(at))
+
+        return list(map(place, shown))
 
     def width(at: int) -> int:
         texts = (above(at).labels[0], *(each.text for each in column(at)))

@@ -194,7 +194,7 @@ def _dims(blocks: Blocks) -> Listing:
     rows, mesh, (sharding, shape) = [], blocks.sharding.mesh, (blocks.sharding, blocks.shape)
     for at, (name, slots) in enumerate(zip(dim_names(sharding), sharding.dims, strict=True)):
         size = "any" if shape is None else f"{shape[at]:,}"
-        row = (name, size, " ".join(map(mesh.called, slots.layouts)) or "-", f"{slots.pieces:,}")
+        row: tuple[str, ...] = (name, size, " ".join(map(mesh.called, slots.layouts)) or "-", f"{slots.pieces:,}")
         if shape is not None:
             cuts = [*zip(sharding.extents(shape)[at], slots, strict=True)]
             sizes = [

@@ -175,7 +175,7 @@ def _rank_of(rank: int | None, *meshes: Mesh) -> int:
     return meshes[0].universe.ranks[0]
 
 
-def _dtensors() -> tuple[type, ...]:
+def _dtensors() -> tuple[type[DTensor], ...]:
     """The class of DTensors, where torch is imported: who shows a mesh needs none."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return () if tensors is None else (tensors.DTensor,)
