@@ -36,7 +36,7 @@ after 1  s d@tp   1024 x 256
 <BLANKLINE>
    what goes from whom to whom:
 from  to        [0]          1
-[0]         [stays] 512.0 KiB
+[0]          [stays] 512.0 KiB
 1         512.0 KiB      stays
 """
 

@@ -3,7 +3,7 @@
 >>> short_ranks(range(8)), short_ranks(range(0, 16, 4)), short_ranks([0, 1, 8, 9]), short_ranks([3])
 ('0..7', '0 4 8 12', '0 1 8 9', '3')
 >>> short_ranks(range(7232, 60000, 16384)), short_ranks([at + i for at in range(0, 4096, 8) for i in range(4)], 36)
-('7232 23616 40000 56384', '0..3 8..11 16..19 .. 4091')
+('7232 23616 40000 56384', '0..3 8..11 16..19 24..27 .. 4091')
 """
 
 from __future__ import annotations
