@@ -311,11 +311,14 @@ def abort_groups(mesh: Mesh) -> None:
 def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
     """Ends a group that a lane has for itself, now and without its other ranks; the next one that asks has a new one.
 
-    A group that others use as well is left to them.
+    A group that others use as well is left to them. No `DeviceMesh` is made of it, so they are good as before.
     """
-    entry = current_world().known(group)
+    world = current_world()
+    entry = world.known(group)
     if entry is not None and entry.options.lane == lane:
-        _end(current_world(), torch_private.abort_group, [entry])
+        world.groups = {key: each for key, each in world.groups.items() if each is not entry}
+        torch_private.abort_group(group)
+        world.caches.clear()
 
 
 def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], entries: Sequence[ProcessGroupInfo]) -> None:

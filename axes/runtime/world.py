@@ -194,7 +194,6 @@ def _start(device_type: str | None, timeout: object) -> None:
 
     connected(member, barrier, limit.total_seconds(), connect)
     current_world().started_here = True
-    atexit.unregister(_end_at_exit)
     atexit.register(_end_at_exit, os.getpid())  # the world ends with the program at the latest
 
 
@@ -205,12 +204,9 @@ def _end_at_exit(process: int) -> None:
     """
     if process != os.getpid() or dist.group.WORLD is None:
         return
-    if current_world().started_here and current_world().backend in _OF_CPUS:
+    if current_world().started_here and current_world().backend in ("gloo", "cpu:gloo"):
         with contextlib.suppress(RuntimeError):  # groups that have failed are closed by that
             destroy_process_groups()
-
-
-_OF_CPUS = ("gloo", "cpu:gloo")
 
 
 def _launchers_node(world: World) -> int | None:
