@@ -5,7 +5,7 @@
     python examples/convert.py                       # a small Llama with random weights: there, back, and compared
 
 What goes where is said by the tables of weight_layouts.py. A shard of the target is in memory at a time, and of the
-source the boxes that it takes, which are read from the files where they lie. Needs safetensors and rich:
+source the box around each piece, which is read from the file where it lies. Needs safetensors and rich:
 `pip install 'axes-torch[safetensors,show]'`.
 """
 
@@ -68,14 +68,18 @@ def rules_of(layout: str, folder: Path, back: bool) -> axes.LayoutRules:
 def made(source: Checkpoint, shape: tuple[int, ...], pieces: tuple) -> torch.Tensor:
     """One tensor of the target, of the boxes of the source that it consists of."""
     target = None
-    for part in (part for piece in pieces for part in piece.with_boxes_of_source()):
-        # Each dim of the source has one run; of a tensor without dims all is read.
-        box = source.read(part.source, tuple(slice(*runs[0]) for runs in part.source_tile))
+    for piece in pieces:
+        sizes = [1] * len(piece.offsets[0])
+        for dim in piece.dims:
+            of, step = dim.ends[0]
+            sizes[of] += step * (dim.size - 1)
+        bounds = zip(piece.offsets[0], sizes, strict=True)
+        box = source.read(piece.source, tuple(slice(start, start + size) for start, size in bounds))
         target = torch.empty(shape, dtype=box.dtype) if target is None else target
         if box.dtype != target.dtype:
-            raise SystemExit(f"{part.target} would be {target.dtype} and, of {part.source}, {box.dtype}")
-        sizes, strides, _ = part.source_view(box.stride())
-        target.as_strided(*part.target_view(target.stride())).copy_(box.as_strided(sizes, strides))
+            raise SystemExit(f"{piece.target} would be {target.dtype} and, of {piece.source}, {box.dtype}")
+        shown = box.as_strided(*piece.source_view(box.stride())[:2])
+        target.as_strided(*piece.target_view(target.stride())).copy_(shown)
     assert target is not None, "a tensor has at least one piece"
     return target
 

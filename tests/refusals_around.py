@@ -37,7 +37,7 @@ ROWS = (
     ("axes.transfer({'a': 'd'}, {'b': 'd e'}, mesh, mesh, {'a': (4,)}, rules={'a': 'b'})", "ShardingError", "of the tensor 'b', [4]"),
     (f"{RULES}{{'a': ('b', '(h k) -> (k h)')}})", "SizeError", "the sizes of 'h' and 'k' don't follow"),
     (f"{RULES}{{'a': ('b', '(h k) -> (k h)')}}, h=3)", "SizeError", "3"),
-    (f"{RULES}axes.LayoutRules({{'a': ('b', '(h k) -> (k h)')}}, h=4), h=2)", "SizeError", "'h' is 4 in the layout rules, and 2 is given for it"),
+    (f"{RULES}axes.LayoutRules({{'a': ('b', '(h k) -> (k h)')}}, h=4), h=2)", "SizeError", "'h' is given two sizes: 4 and 2"),
     ("x = torch.ones(4); axes.transfer({'a': 'd', 'c': 'd'}, {'b': 'd'}, mesh, mesh, {'a': x, 'c': x.double()}, rules={('a', 'c'): ('b', 'd, d -> (d + d)')})", "ShardingError", "say which it becomes"),
     # launching
     ("axes.launch(abs, 0)", "AxesError", "1 to 256 processes on this machine, not 0"),

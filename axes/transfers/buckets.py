@@ -72,7 +72,7 @@ class MovedTensor:
     def kind(self) -> TensorKind:
         """What its exchange follows from."""
         ends = self.source, self.target
-        return *ends, self.shape, None if self.part is None else self.part.like(*ends)
+        return *ends, self.shape, self.part
 
 
 class TensorPiece(NamedTuple):

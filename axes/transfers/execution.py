@@ -467,14 +467,10 @@ def _views(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Boxes of a tensor, or of a piece of it, as views of this rank's tile `x`, with where each begins in its message.
 
-    It is one view where the boxes are at regular distances; of a piece, where all of them are in one run of the tile.
+    It is one view where the boxes of a tensor are at regular distances.
     """
-    strides, found = x.stride() if piece is None else piece.strides(side, x.stride()), arranged(boxes)
-    if len(boxes) > 1 and len(found) == 1:
-        lattice = found[0][1]
-        runs = {piece.place(side, tile, at)[1:] for at in lattice.corners} if piece is not None else {()}
-        if len(runs) > 1 or (None,) in runs or min(lattice.by(strides, (1,) * len(strides)).strides) < 0:
-            found = tuple([(start, Lattice(box, ())) for start, box in boxes])
+    strides = x.stride() if piece is None else piece.strides(side, x.stride())
+    found = arranged(boxes) if piece is None else [(start, Lattice(box, ())) for start, box in boxes]
     for start, lattice in found:
         grid = lattice.by(strides, (1,) * len(strides))
         offset = grid.offset if piece is None else _offset(x, piece, side, tile, lattice.first)
@@ -491,7 +487,7 @@ def _box(x: torch.Tensor, piece: LayoutPiece | None, side: int, tile: Tile, box:
 
 
 def _offset(x: torch.Tensor, piece: LayoutPiece, side: int, tile: Tile, box: Box) -> int:
-    index, _ = piece.place(side, tile, [start for start, _ in box])
+    index = piece.place(side, tile, [start for start, _ in box])
     return sum([at * stride for at, stride in zip(index, x.stride(), strict=True)])
 
 

@@ -537,7 +537,7 @@ def _plan(written: tuple[str, str], first: tuple[int, int], names: tuple[str, st
     if order[0] != order[1]:
         raise DesyncError(f"jobs have other peers: '{source}' {texts[0]['peers']}, '{target}' {texts[1]['peers']}")
     rows = texts[0]["tensors"], texts[1]["tensors"]
-    rules = None if "rules" not in texts[0] else LayoutRules._from_data(texts[0]["rules"])
+    rules = None if "rules" not in texts[0] else LayoutRules(**texts[0]["rules"])
     for one, two in ((0, 1), (1, 0)) if rules is None else ():
         missing = [name for name in rows[one] if name not in rows[two]]
         if missing:

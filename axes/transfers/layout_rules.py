@@ -20,33 +20,30 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
-from axes.transfers.layout_pieces import LayoutPiece, layout_piece, whole_piece, without_overlap
-from axes.transfers.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, sides_of, sizes_of_rule
-from axes.transfers.name_patterns import NameIndex
-from axes.transfers.rule_pieces import Shape, SolvedRule, solved_pieces
+from axes.algebra.errors import ShardingError, SizeError, shortened, suggestion
+from axes.algebra.sizes import checked_tensor_shape, given_sizes, tuple_of, written_sizes
+from axes.extension import shown
+from axes.transfers.layout_pieces import LayoutPiece, Shape, covering, layout_piece
+from axes.transfers.layout_rule import LayoutRule, Names, layout_rule
+from axes.transfers.name_patterns import NamePattern, NamePatterns
+from axes.transfers.rule_pieces import solved_pieces
 
-Table = Mapping[str | tuple[str, ...] | None, str | tuple[str, ...] | None]
+Table = Mapping[Names, Names] | Iterable[tuple[Names, Names]]
 
 _LINES = 8
+_SAME = layout_rule("*", "*")
 
 
-class _Instance(NamedTuple):
-    """A rule for one text of each `*`; `rule` is -1 for a tensor that no rule is about, which keeps its name."""
+_Instance = tuple[int, tuple[str, ...]]
+"""The number of a rule, -1 where no rule is about a tensor; and the text of each `*`."""
 
-    rule: int
-    stars: tuple[str, ...]
-
-
-_Sources = Mapping[int, Mapping[tuple[int, ...], str]]
-"""For each name of the left of a rule the tensors, by the numbers in their names."""
+_Parts = dict[str, list[LayoutPiece]]
+"""For each target the pieces that could be it, those of tensors that are equal included."""
 
 
 @dataclass(frozen=True)
@@ -54,54 +51,55 @@ class LayoutChange:
     """Tensors of one program as those of another: what a table of rules says of given shapes.
 
     sources, targets: the shapes by name. pieces: for each target the parts of sources that it is made of; each element
-    of a target is in one piece. unused: sources that the table says nobody needs. equal: the same elements in further
-    sources, which are equal to those that are read.
+    of a target is in one piece. equal: the same elements in further sources, which are equal to those that are read.
     """
 
     sources: Mapping[str, Shape]
     targets: Mapping[str, Shape]
     pieces: Mapping[str, tuple[LayoutPiece, ...]]
-    unused: tuple[str, ...] = ()
     equal: tuple[LayoutPiece, ...] = ()
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The sources that the table says nobody needs."""
+        used = {piece.source for piece in itertools.chain(*self.pieces.values(), self.equal)}
+        return tuple([name for name in self.sources if name not in used])
 
     @property
     def inverse(self) -> LayoutChange:
         """The way back, but for sources that nobody used."""
-        unused = set(self.unused)
-        made: _Made = {name: (shape, ()) for name, shape in self.sources.items() if name not in unused}
-        parts: dict[str, list[LayoutPiece]] = {name: [] for name in made}
+        parts: _Parts = {name: [] for name in self.sources if name not in {*self.unused}}
         for piece in itertools.chain(*self.pieces.values(), self.equal):
             parts[piece.source].append(piece.inverse)
-        return _change(self.targets, {name: (shape, tuple(parts[name])) for name, (shape, _) in made.items()}, ())
+        return _change(self.targets, {name: self.sources[name] for name in parts}, parts)
 
     def __str__(self) -> str:
-        counts = f"{len(self.sources)} tensors -> {len(self.targets)} tensors"
-        lines = [counts + (f", {len(self.unused)} unused" if self.unused else "")]
+        unused, rest = len(self.unused), len(self.targets) - _LINES
+        lines = [f"{len(self.sources)} tensors -> {len(self.targets)} tensors{f', {unused} unused' if unused else ''}"]
         for name in itertools.islice(self.targets, _LINES):
-            used = list(dict.fromkeys(piece.source for piece in self.pieces[name]))
-            shown = [f"{each} {list(self.sources[each])}" for each in used[:3]]
-            more = [f"{len(used) - 3} more"] if len(used) > 3 else []
-            lines.append(f"  {', '.join([*shown, *more])} -> {name} {list(self.targets[name])}")
-        rest = len(self.targets) - _LINES
+            used = dict.fromkeys(f"{one.source} {list(one.shapes[0])}" for one in self.pieces[name])
+            shown = [*itertools.islice(used, 3), *([f"{len(used) - 3} more"] if len(used) > 3 else [])]
+            lines.append(f"  {', '.join(shown)} -> {name} {list(self.targets[name])}")
         return "\n".join([*lines, *([f"  and {rest} more"] if rest > 0 else [])])
 
 
-def _change(sources: Mapping[str, Shape], made: _Made, unused: Iterable[str]) -> LayoutChange:
+def _change(sources: Mapping[str, Shape], targets: Mapping[str, Shape], parts: _Parts) -> LayoutChange:
     """Of pieces that are the same elements of a target the first is read."""
-    targets = {name: shape for name, (shape, _) in made.items()}
     pieces, equal = {}, list[LayoutPiece]()
-    for name, (shape, parts) in made.items():
-        taken = without_overlap([piece.target_tile for piece in parts], math.prod(shape))
-        pieces[name] = tuple(itertools.compress(parts, taken))
-        equal += itertools.compress(parts, map(operator.not_, taken))
-    return LayoutChange(sources, targets, pieces, tuple(unused), tuple(equal))
+    for name, every in parts.items():
+        taken = covering([math.prod(piece.shape) for piece in every], math.prod(targets[name]))
+        pieces[name] = tuple(every[:taken])
+        equal += every[taken:]
+    return LayoutChange(sources, targets, pieces, tuple(equal))
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True)
 class LayoutRules:
     """A table of layout rules: how the names and layouts of one program's tensors relate to another's.
 
-    table: `{names: names}`, or `{names: (names..., expression)}`; of several names a tuple. The expression has a tensor
-    for each name on either side, as in `axes.rearrange`; without one the tensors are the same under another name.
+    table: `{names: names}`, or `{names: (names..., expression)}`, or pairs of both; of several names a tuple. The
+    expression has a tensor for each name on either side, as in `axes.rearrange`; without one the tensors are the same
+    under another name.
     Keywords (or `sizes`) are the sizes of names in the expressions that shapes don't tell.
 
     - `*` in a name is any text, the same in all names of the rule, the first for the first.
@@ -131,95 +129,52 @@ class LayoutRules:
     has, `SizeError` for sizes that don't follow or don't fit.
     """
 
-    def __init__(self, table: Table, *, sizes: Mapping[str, int] | None = None, **keywords: int):
-        if isinstance(table, LayoutRules) or not isinstance(table, Mapping):
-            raise ShardingError(f"layout rules are a mapping from names to names; found {shown(table)}")
-        self.rules = tuple([layout_rule(key, value) for key, value in table.items()])
-        self._given = dict(written_sizes(keywords, sizes))
-        self._prepare()
+    rules: tuple[LayoutRule, ...]
+    sizes: tuple[tuple[str, int], ...]
 
-    def _prepare(self) -> None:
-        names = [names_of_rule(rule.expression) for rule in self.rules]
-        given_sizes(self._given, None, (), dict.fromkeys(itertools.chain(*names)))
-        self._given_of = [sizes_of_rule(self._given, each) for each in names]
-        self._sides = tuple([self._index([getattr(rule, side) for rule in self.rules]) for side in ("left", "right")])
+    def __init__(self, table: Table, *, sizes: Mapping[str, int] | None = None, **keywords: int):
+        entries = tuple_of(table.items() if isinstance(table, Mapping) else table)
+        if entries is None or not all(isinstance(each, tuple | list) and len(each) == 2 for each in entries):
+            raise ShardingError(f"layout rules are a mapping from names to names, or pairs; found {shown(table)}")
+        self.rules = tuple([layout_rule(*entry) for entry in entries])
+        self.sizes = written_sizes(keywords, sizes)
+        given_sizes(dict(self.sizes), None, (), self._names)
+        self._given = [tuple(given_sizes(dict(self.sizes), None, rule.items).items()) for rule in self.rules]
+        self._sides = [
+            [(number, *each) for number, rule in enumerate(self.rules) for each in enumerate(getattr(rule, side))]
+            for side in ("left", "right")
+        ]
+        self._tables = [NamePatterns([pattern.text for *_, pattern in side]) for side in self._sides]
 
     @property
     def _names(self) -> frozenset[str]:
         """The names in the expressions, which sizes may be given for."""
-        return frozenset(itertools.chain(*[names_of_rule(rule.expression) for rule in self.rules]))
-
-    @staticmethod
-    def _index(
-        sides: Sequence[tuple[NamePattern, ...]],
-    ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int, NamePattern]], NameIndex]:
-        """Plain names with their rules, and patterns with theirs: a table may name 100,000 tensors one by one."""
-        plain: dict[str, tuple[int, int]] = {}
-        patterns = []
-        for rule, side in enumerate(sides):
-            for slot, pattern in enumerate(side):
-                if pattern.stars or pattern.counters:
-                    patterns.append((rule, slot, pattern))
-                else:
-                    plain.setdefault(pattern.text, (rule, slot))
-        return plain, patterns, NameIndex(pattern.texts for _, _, pattern in patterns)
+        return frozenset([item.name for rule in self.rules for item in rule.items])
 
     @property
     def inverse(self) -> LayoutRules:
         """The same table read from right to left. Sizes that only one side tells have to be given for it."""
-        return self._of([rule.inverse for rule in self.rules], self._given)
-
-    @classmethod
-    def _of(cls, rules: Iterable[LayoutRule], given: Mapping[str, int]) -> LayoutRules:
-        found = cls.__new__(cls)
-        found.rules, found._given = tuple(rules), dict(given)
-        found._prepare()
-        return found
+        return LayoutRules([rule.entry(inverse=True) for rule in self.rules], sizes=dict(self.sizes))
 
     def _sized(self, sizes: Mapping[str, int]) -> LayoutRules:
         """The same table with more sizes; `SizeError` where a name has another one."""
-        for name, size in sizes.items():
-            if self._given.get(name, size) != size:
-                raise SizeError(f"'{name}' is {self._given[name]} in the layout rules, and {size} is given for it")
-        return self._of(self.rules, {**self._given, **sizes}) if sizes else self
+        return LayoutRules([rule.entry() for rule in self.rules], sizes=given_sizes(dict(self.sizes), sizes))
 
     @property
-    def _as_data(self) -> list[Any]:
-        """The table as lists, texts and numbers, from which `_from_data` makes it again in another process."""
-        rules = [
-            [[p.text for p in rule.left], [p.text for p in rule.right], rule.expression, rule.optional]
-            for rule in self.rules
-        ]
-        return [rules, sorted(self._given.items())]
-
-    @classmethod
-    def _from_data(cls, data: Sequence[Any]) -> LayoutRules:
-        """The table of which `_as_data` is all that there is to say.
-
-        >>> rules = LayoutRules({("*.gate", "*.up"): ("*.w", "f d, f d -> (f + f) d"), "old?": None}, f=8)
-        >>> LayoutRules._from_data(rules._as_data) == rules
-        True
-        """
-        rules, given = data
-        sides = ((*[tuple(map(NamePattern, side)) for side in rule[:2]], *rule[2:]) for rule in rules)
-        return cls._of([LayoutRule(*each) for each in sides], dict(given))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayoutRules) and (self.rules, self._given) == (other.rules, other._given)
-
-    def __hash__(self) -> int:
-        return hash((self.rules, tuple(sorted(self._given.items()))))
+    def _as_data(self) -> dict[str, Any]:
+        """The arguments that make the table again in another process, as JSON has them."""
+        return {"table": [rule.entry() for rule in self.rules], "sizes": dict(self.sizes)}
 
     def __repr__(self) -> str:
-        sizes = "".join([f", {name}={size}" for name, size in sorted(self._given.items())])
-        return f"<LayoutRules: {'; '.join([str(rule) for rule in self.rules[:_LINES]])}{sizes}>"
+        sizes = "".join([f", {name}={size}" for name, size in self.sizes])
+        return f"<LayoutRules: {'; '.join(map(str, self.rules[:_LINES]))}{sizes}>"
 
     def keeps(self, target: str) -> bool:
         """Whether the table says that a target keeps the values that it has."""
         if not isinstance(target, str):
             raise ShardingError(f"keeps takes the name of a target; found {shown(target)}")
         found = self._find(1, target)
-        return found is not None and not self.rules[found[0].rule].left
+        return found is not None and not self.rules[found[0][0]].left
 
     def applied(self, shapes: Mapping[str, Sequence[int]]) -> LayoutChange:
         """What the table makes of tensors of these shapes, by name.
@@ -230,170 +185,129 @@ class LayoutRules:
         if not isinstance(shapes, Mapping) or not all(isinstance(name, str) for name in shapes):
             example = "{'q': (8, 4)}"
             raise ShardingError(f"shapes are a mapping from names to shapes, like {example}; found {shown(shapes)}")
-        sources = {name: _checked_shape(name, shape) for name, shape in shapes.items()}
+        sources = {name: checked_tensor_shape(shape) for name, shape in shapes.items()}
         instances: dict[_Instance, dict[int, dict[tuple[int, ...], str]]] = {}
         for name in sources:
-            instance, slot, numbers = self._taking(name)
+            instance, slot, numbers = self._find(0, name) or ((-1, (name,)), 0, ())
             instances.setdefault(instance, {}).setdefault(slot, {})[numbers] = name
-        self._check_all_used({instance.rule for instance in instances}, sources)
-        made: _Made = {}
-        unused: list[str] = []
-        for instance, taken in instances.items():
-            if instance.rule >= 0 and not self.rules[instance.rule].right:
-                unused.extend(itertools.chain(*[names.values() for names in taken.values()]))
-                continue
-            for target, (shape, parts) in self._made(instance, taken, sources).items():
-                if target in made:
-                    both = made[target][1][0].source, parts[0].source
+        self._check_all_used({number for number, _ in instances}, sources)
+        targets, parts = dict[str, Shape](), _Parts()
+        for (number, stars), taken in instances.items():
+            rule, given = (self.rules[number], self._given[number]) if number >= 0 else (_SAME, ())
+            made, pieces = _made(rule, given, stars, taken, sources) if rule.right else ({}, {})
+            for target in made:
+                first = pieces[target][0].source
+                if target in targets:
                     raise ShardingError(
-                        f"two tensors would be {shortened(target)}: {both[0]} and {both[1]}\n"
+                        f"two tensors would be {shortened(target)}: {parts[target][0].source} and {first}\n"
                         "give one of them another name, or say {name: None} of the one that nobody needs"
                     )
                 if self.keeps(target):
                     raise ShardingError(
                         f"{shortened(target)} would keep its values, by the layout rules, and be written from "
-                        f"{shortened(parts[0].source)}\ntake it out of {{None: names}}, or the source out of the table"
+                        f"{shortened(first)}\ntake it out of {{None: names}}, or the source out of the table"
                     )
-                made[target] = shape, parts
-        return _change(sources, made, unused)
+            targets |= made
+            parts |= pieces
+        return _change(sources, targets, parts)
 
     def _find(self, side: int, name: str) -> tuple[_Instance, int, tuple[int, ...]] | None:
-        """The first rule that has a name on one side, with the slot and the numbers in the name."""
-        plain, patterns, index = self._sides[side]
-        rule, slot = plain.get(name, (len(self.rules), 0))
-        for number, there, pattern in map(patterns.__getitem__, index.candidates(name)):
-            found = pattern.match(name) if number < rule else None
-            if found is not None:
-                return _Instance(number, found[0]), there, found[1]
-        return (_Instance(rule, ()), slot, ()) if rule < len(self.rules) else None
-
-    def _taking(self, source: str) -> tuple[_Instance, int, tuple[int, ...]]:
-        return self._find(0, source) or (_Instance(-1, (source,)), 0, ())
-
-    def _made(self, instance: _Instance, taken: _Sources, sources: Mapping[str, Shape]) -> _Made:
-        """The targets of one rule for one text of each `*`."""
-        if instance.rule < 0:
-            (name,) = instance.stars
-            return {name: (sources[name], (whole_piece(name, sources[name]),))}
-        rule = self.rules[instance.rule]
-        for slot, pattern in enumerate(rule.left):
-            if slot not in taken:
-                wanted = pattern.filled(instance.stars, dict.fromkeys(pattern.counters, 0))
-                there = next(iter(next(iter(taken.values())).values()))
-                used = {name for names in taken.values() for name in names.values()}
-                near = suggestion(wanted, [name for name in itertools.islice(sources, 1000) if name not in used])
-                raise ShardingError(f"the rule {rule}\ntakes {there} together with {wanted}, which isn't there{near}")
-        shapes = tuple([_counted_shape(rule, slot, taken[slot], sources) for slot in range(len(rule.left))])
-        try:
-            solved = solved_pieces(rule.expression, shapes, self._given_of[instance.rule])
-        except SizeError as error:
-            first = [next(iter(names.values())) for names in taken.values()]
-            shown = ", ".join([f"{name} {list(sources[name])}" for name in first])
-            raise SizeError(f"{error}\nof {shown}, by the rule {rule}") from None
-        return _expanded(rule, instance.stars, taken, solved)
+        """The first rule that has a name on one side, with which of its names that is, and the numbers in it."""
+        for number, slot, pattern in map(self._sides[side].__getitem__, self._tables[side].candidates(name)):
+            if found := pattern.match(name):
+                return (number, found[0]), slot, found[1]
+        return None
 
     def _check_all_used(self, used: set[int], sources: Mapping[str, Shape]) -> None:
-        idle = [at for at, rule in enumerate(self.rules) if at not in used and rule.left and not rule.optional]
+        """`ShardingError` with the rules that are about no tensor."""
+        idle = [rule for at, rule in enumerate(self.rules) if at not in used and rule.left and not rule.optional]
         lines = []
-        for rule in [self.rules[at] for at in idle[:_LINES]]:
-            pattern = next((p for p in rule.left if any(p.match(name) for name in sources)), None)
-            if pattern is not None:
-                name = next(name for name in sources if pattern.match(name))
-                lines.append(f"  {rule}: behind a wider one, {self.rules[self._taking(name)[0].rule]}")
-            else:
-                known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sources)
-                wanted = rule.left[0].text
-                lines.append(f"  {rule}{suggestion(re.sub(r'{.*?}', '*', wanted), known)}")
+        for rule in idle[:_LINES]:
+            wider = next((name for name in sources if any(p.match(name) for p in rule.left)), None)
+            known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sources)
+            near = suggestion(re.sub(r"{.*?}", "*", rule.left[0].text), known)
+            first = None if wider is None else self._find(0, wider)
+            lines.append(f"  {rule}{f': behind a wider one, {self.rules[first[0][0]]}' if first else near}")
         if idle:
+            more = f"\n  and {len(idle) - _LINES} more" if len(idle) > _LINES else ""
             raise ShardingError(
                 "layout rules that are about no tensor (a '?' behind a name says that it needn't be there)\n"
                 + "\n".join(lines)
-                + (f"\n  and {len(idle) - _LINES} more" if len(idle) > _LINES else "")
+                + more
             )
 
 
-def _checked_shape(name: str, shape: Sequence[int]) -> Shape:
-    found = whole_numbers(shape)
-    if found is None or any(size < 0 for size in found):
-        raise SizeError(f"the shape of {shortened(name)} is whole numbers; found {shown(shape)}")
-    if math.prod(found) >= 2**63:
-        raise SizeError(f"a tensor has fewer than 2**63 elements; found {shortened(name)} {shown(list(found))}")
-    return found
+def _made(
+    rule: LayoutRule,
+    given: tuple[tuple[str, int], ...],
+    stars: tuple[str, ...],
+    taken: Mapping[int, Mapping[tuple[int, ...], str]],
+    sources: Mapping[str, Shape],
+) -> tuple[dict[str, Shape], _Parts]:
+    """The targets of a rule for one text of each `*`, and their pieces.
+
+    taken: for each name of the left the tensors, by the numbers in their names.
+    """
+    firsts = {slot: next(iter(names.values())) for slot, names in taken.items()}
+    for slot, pattern in enumerate(rule.left):
+        if slot not in taken:
+            wanted = pattern.filled(stars, [0] * len(pattern.counters))
+            near = suggestion(wanted, [name for name in itertools.islice(sources, 1000) if name not in firsts.values()])
+            first = next(iter(firsts.values()))
+            raise ShardingError(f"the rule {rule}\ntakes {first} together with {wanted}, which isn't there{near}")
+    shapes = tuple([_stacked(rule, pattern, taken[slot], sources) for slot, pattern in enumerate(rule.left)])
+    try:
+        wholes, pieces = solved_pieces(rule.expression, shapes, given)
+    except SizeError as error:
+        found = ", ".join([f"{name} {list(sources[name])}" for name in firsts.values()])
+        raise SizeError(f"{error}\nof {found}, by the rule {rule}") from None
+    targets = dict[str, Shape]()
+    for pattern, whole in zip(rule.right, wholes, strict=True):
+        depth = len(pattern.counters)
+        for numbers in itertools.product(*map(range, whole[:depth])):
+            name = pattern.filled(stars, numbers)
+            if name in targets or pattern.match(name) != (stars, numbers):
+                why = "twice" if name in targets else "a name that reads as another rule's"
+                raise ShardingError(
+                    f"the rule {rule} makes {shortened(name)}, {why}; write more of the name beside '*'"
+                )
+            targets[name] = whole[depth:]
+    parts: _Parts = {name: [] for name in targets}
+    for left, right, piece in pieces:
+        for here, there, part in _unstacked(piece, len(rule.left[left].counters), len(rule.right[right].counters)):
+            target = rule.right[right].filled(stars, there)
+            parts[target].append(replace(part, source=taken[left][here], target=target))
+    return targets, parts
 
 
-def _counted_shape(
-    rule: LayoutRule, slot: int, names: Mapping[tuple[int, ...], str], sources: Mapping[str, Shape]
+def _stacked(
+    rule: LayoutRule, pattern: NamePattern, names: Mapping[tuple[int, ...], str], sources: Mapping[str, Shape]
 ) -> Shape:
     """The shape of the one tensor that those with numbers in their names are."""
-    pattern, first = rule.left[slot], next(iter(names.values()))
+    first = next(iter(names.values()))
     counts = [1 + max(column) for column in zip(*names, strict=True)]
     if len(names) != math.prod(counts):
         near = [range(min(count, len(names) + 1)) for count in counts]  # among more numbers than names one has none
         missing = next(numbers for numbers in itertools.product(*near) if numbers not in names)
         at = ", ".join(f"{name} = {number}" for name, number in zip(pattern.counters, missing, strict=True))
         raise ShardingError(f"{pattern.text} counts from 0, and of {first} there is none with {at}, by the rule {rule}")
-    shape = list(sources[first])
     for name in names.values():
         if sources[name] != sources[first]:
-            raise ShardingError(
-                f"{first} is {shape} and {name} is {list(sources[name])}, which are one tensor by the rule {rule}"
-            )
-    for dim, size in sorted(zip(_counted_dims(rule, 0)[slot], counts, strict=True)):
-        shape.insert(dim, size)
-    return tuple(shape)
+            both = f"{first} is {list(sources[first])} and {name} is {list(sources[name])}"
+            raise ShardingError(f"{both}, which are one tensor by the rule {rule}")
+    return (*counts, *sources[first])
 
 
-def _counted_dims(rule: LayoutRule, side: int) -> list[list[int]]:
-    """Of each tensor of a side the dims that are the numbers in its name."""
-    firsts = {part.tensor: part for part in reversed(sides_of(rule.expression)[side])}
-    patterns = enumerate((rule.left, rule.right)[side])
-    return [[firsts[tensor].dims_of(name)[0] for name in pattern.counters] for tensor, pattern in patterns]
-
-
-def _without(values: Sequence[int], dims: Collection[int]) -> Shape:
-    return tuple([value for dim, value in enumerate(values) if dim not in dims])
-
-
-_Made = dict[str, tuple[Shape, tuple[LayoutPiece, ...]]]
-"""Targets with their shapes and all pieces, those of tensors that are equal included."""
-
-
-def _expanded(rule: LayoutRule, stars: tuple[str, ...], taken: _Sources, solved: SolvedRule) -> _Made:
-    """The targets of a rule by name."""
-    here, there = _counted_dims(rule, 0), _counted_dims(rule, 1)
-    found: dict[str, tuple[Shape, list[LayoutPiece]]] = {}
-    for pattern, shape, counted in zip(rule.right, solved.shapes, there, strict=True):
-        for numbers in itertools.product(*[range(shape[dim]) for dim in counted]):
-            name = pattern.filled(stars, dict(zip(pattern.counters, numbers, strict=True)))
-            if name in found or pattern.match(name) != (stars, numbers):
-                why = "twice" if name in found else "a name that reads as another rule's"
-                raise ShardingError(
-                    f"the rule {rule} makes {shortened(name)}, {why}; write more of the name beside '*'"
-                )
-            found[name] = _without(shape, counted), []
-    for left, right, piece in solved.pieces:
-        own, theirs, pattern = here[left], there[right], rule.right[right]
-        steps = [dim for dim in piece.dims if dim.source in own or dim.target in theirs]
-        dims = tuple(
-            [
-                replace(
-                    d,
-                    source=d.source - sum(c < d.source for c in own),
-                    target=d.target - sum(c < d.target for c in theirs),
-                )
-                for d in piece.dims
-                if d not in steps
-            ]
-        )
-        for numbers in itertools.product(*[range(dim.size) for dim in steps]):
-            source_offset, target_offset = list(piece.source_offset), list(piece.target_offset)
-            for number, dim in zip(numbers, steps, strict=True):
-                source_offset[dim.source] += number * dim.source_stride
-                target_offset[dim.target] += number * dim.target_stride
-            source = taken[left][tuple([source_offset[dim] for dim in own])]
-            counts = dict(zip(pattern.counters, [target_offset[dim] for dim in theirs], strict=True))
-            target = pattern.filled(stars, counts)
-            offsets = _without(source_offset, own), _without(target_offset, theirs)
-            shapes = _without(piece.shapes[0], own), _without(piece.shapes[1], theirs)
-            found[target][1].append(layout_piece(source, target, dims, offsets, shapes))
-    return {name: (shape, tuple(pieces)) for name, (shape, pieces) in found.items()}
+def _unstacked(piece: LayoutPiece, one: int, two: int) -> Iterator[tuple[Shape, Shape, LayoutPiece]]:
+    """The pieces of the tensors that are one with so many dims more, behind the numbers of both tensors."""
+    dims, counts = [], []
+    for dim in piece.dims:
+        (source, source_step), (target, target_step) = dim.ends
+        is_number = source < one or target < two
+        counts.append(range(dim.size if is_number else 1))
+        if not is_number:
+            dims.append(dim._replace(ends=((source - one, source_step), (target - two, target_step))))
+    shapes = piece.shapes[0][one:], piece.shapes[1][two:]
+    for numbers in itertools.product(*counts):
+        here, there = piece.index(0, numbers), piece.index(1, numbers)
+        yield here[:one], there[:two], layout_piece("", "", dims, (here[one:], there[two:]), shapes)

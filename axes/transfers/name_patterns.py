@@ -1,8 +1,7 @@
-"""Names among many patterns: which patterns of a table a name matches, without a try of each.
+"""Patterns of tensors' names, and which of many a name matches, without a try of each.
 
-A table may have a pattern for each of 20,000 experts, and names are as many. What stands between the marks of a pattern
-is text that a name must have, and dots cut it into whole words. Each pattern is listed under the rarest thing that it
-asks for: how a name begins, how it ends, or a word. A name is held only against the patterns under what it has.
+A table may have a pattern for each of 20,000 experts, and names are as many. A pattern is listed under the rarest word
+between dots that it asks for, and a name is held only against the patterns under its own words.
 
 >>> table = NamePatterns(["layers.0.*", "layers.*.experts.7.*", "*.norm", "*"])
 >>> table.first("layers.1.experts.7.up"), table.first("layers.1.norm"), table.first("head")
@@ -13,71 +12,13 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-_MARKS = re.compile(r"[*?]+")
-
-
-class NameIndex:
-    """Which of many patterns a name may match.
-
-    texts: of each pattern the texts that a name has in this order, with anything between them. It begins with the first
-    and ends with the last; a single text is the whole name.
-    """
-
-    def __init__(self, texts: Iterable[Sequence[str]]):
-        asked = [list(_asked(each)) for each in texts]
-        often = Counter(key for keys in asked for key in keys)
-        self._listed: dict[str, list[int]] = {}
-        self._anywhere: list[int] = []
-        for number, keys in enumerate(asked):
-            found = self._anywhere if not keys else self._listed.setdefault(min(keys, key=often.__getitem__), [])
-            found.append(number)
-        self._lengths = {kind: {len(key) - 1 for key in self._listed if key[0] == kind} for kind in (_BEGIN, _END)}
-
-    def candidates(self, name: str) -> list[int]:
-        """The numbers of all patterns that a name matches, ascending, and of a few that it doesn't."""
-        listed = [found for key in self._keys(name) if (found := self._listed.get(key)) is not None]
-        if not listed:
-            return self._anywhere
-        return sorted({*self._anywhere, *(number for found in listed for number in found)})
-
-    def _keys(self, name: str) -> Iterator[str]:
-        """Everything that a pattern may ask for and that this name has."""
-        yield _WHOLE + name
-        for length in self._lengths[_BEGIN]:
-            yield _BEGIN + name[:length]
-        for length in self._lengths[_END]:
-            yield _END + name[-length:]
-        for word in {*name.split(".")}:
-            yield _WORD + word
-
-
-_WHOLE, _BEGIN, _END, _WORD = "=^$."
-"""What a pattern asks for: the whole name, how it begins or ends (up to a dot), or a word between dots."""
-
-
-def _asked(texts: Sequence[str]) -> Iterator[str]:
-    """What a name must have that has these texts.
-
-    >>> list(_asked(["layers.", ".experts.", "7.7"])), list(_asked(["a.b"])), list(_asked(["", "x.norm"]))
-    (['^layers.', '$.7', '.layers', '.experts', '.7'], ['=a.b'], ['$.norm', '.norm'])
-    """
-    if len(texts) == 1:
-        yield _WHOLE + texts[0]
-        return
-    first, *middle, last = texts
-    begin, end = first.rfind(".") + 1, last.find(".")
-    if begin:
-        yield _BEGIN + first[:begin]
-    if end >= 0:
-        yield _END + last[end:]
-    # The word before a mark, and the one behind it, may be parts of longer ones.
-    words = first.split(".")[:-1], *[text.split(".")[1:-1] for text in middle], last.split(".")[1:]
-    for some in words:
-        yield from [_WORD + word for word in some]
+_MARKS = re.compile(r"(\*|\{[^\W\d]\w*\})")
 
 
 class NamePatterns:
@@ -85,16 +26,36 @@ class NamePatterns:
 
     def __init__(self, patterns: Iterable[str]):
         self.patterns = tuple(patterns)
-        self._index = NameIndex(map(_texts, self.patterns))
+        words = list(map(_words, self.patterns))
+        often = Counter(itertools.chain(*words))
+        self._listed: dict[str, list[int]] = {}
+        for number, own in enumerate(words):
+            self._listed.setdefault(min(own, key=often.__getitem__, default=""), []).append(number)
+
+    def candidates(self, name: str) -> list[int]:
+        """The numbers of all patterns that a name matches, ascending, and of a few that it doesn't."""
+        return sorted({number for key in ("", name, *name.split(".")) for number in self._listed.get(key, ())})
 
     def numbers(self, name: str) -> Iterator[int]:
         """The numbers of the patterns that match a name, ascending."""
-        return (number for number in self._index.candidates(name) if _compiled(self.patterns[number]).match(name))
+        return (number for number in self.candidates(name) if _compiled(self.patterns[number]).match(name))
 
     def first(self, name: str) -> str | None:
         """The first pattern that matches a name."""
         number = next(self.numbers(name), None)
         return None if number is None else self.patterns[number]
+
+
+def _words(pattern: str) -> list[str]:
+    """Texts of which a name that matches is one, or has each between its dots.
+
+    >>> _words("layers.*.norm"), _words("layers.0.norm"), _words("layers.[0.1].norm")
+    (['layers', 'norm'], ['layers.0.norm'], [])
+    """
+    if not any(mark in pattern for mark in "*?[{"):
+        return [pattern]
+    # Dots in brackets aren't those of a name.
+    return [] if "[" in pattern else [word for word in pattern.split(".") if not re.search(r"[*?{}]", word)]
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -103,14 +64,45 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(fnmatch.translate(pattern))
 
 
-def _texts(pattern: str) -> list[str]:
-    """What stands between the marks of a pattern.
+@dataclass(frozen=True)
+class NamePattern:
+    """A name of a layout rule, in which `*` is any text and `{e}` a number: the place in a dim `e`.
 
-    >>> _texts("a.*.b?c"), _texts("a.[x.y].b"), _texts("a")
-    (['a.', '.b', 'c'], ['a.', '.b'], ['a'])
+    >>> pattern = NamePattern("layers.*.experts.{e}.up")
+    >>> pattern.match("layers.3.experts.12.up")
+    (('3',), (12,))
+    >>> pattern.filled(("3",), (12,))
+    'layers.3.experts.12.up'
     """
-    before, bracket, rest = pattern.partition("[")
-    if not bracket:
-        return _MARKS.split(pattern)
-    # What is from the first bracket to the last one may be in brackets, where dots aren't those of a name.
-    return [*_MARKS.split(before), *_MARKS.split(rest.rpartition("]")[2])]
+
+    text: str
+
+    @functools.cached_property
+    def marks(self) -> list[str]:
+        """Each `*` and `{e}`."""
+        return _MARKS.findall(self.text)
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """The names of dims that are numbers in the name."""
+        return tuple([mark[1:-1] for mark in self.marks if mark != "*"])
+
+    @functools.cached_property
+    def _expression(self) -> re.Pattern[str]:
+        groups = ["(.*)" if mark == "*" else r"(0|[1-9]\d{0,8})" for mark in self.marks]
+        texts = map(re.escape, _MARKS.split(self.text)[::2])
+        parts = itertools.chain(*zip(texts, (*groups, ""), strict=True))
+        return re.compile("".join(parts), re.DOTALL)
+
+    def match(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+        """The texts of each `*`, and the numbers; None where it is another name."""
+        found = self._expression.fullmatch(name)
+        if found is None:
+            return None
+        marks = list(zip(self.marks, found.groups(), strict=True))
+        return tuple([v for mark, v in marks if mark == "*"]), tuple([int(v) for mark, v in marks if mark != "*"])
+
+    def filled(self, stars: Iterable[str], numbers: Iterable[int]) -> str:
+        """The name with its marks filled in."""
+        texts, counts = iter(stars), map(str, numbers)
+        return _MARKS.sub(lambda mark: next(texts if mark[0] == "*" else counts), self.text)

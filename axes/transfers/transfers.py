@@ -32,7 +32,7 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
 from axes.algebra.specs import check_same_dims
 from axes.transfers.buckets import MovedTensor, TensorKind, TensorPiece, bucketed, firsts
-from axes.transfers.layout_pieces import LayoutPiece, whole_piece, without_overlap
+from axes.transfers.layout_pieces import LayoutPiece, covering
 from axes.transfers.layout_rules import LayoutChange, LayoutRules, Table
 from axes.transfers.transfer_ends import End, EndsOfSpecs, Meshes, by_name, check_patterns, of_tensor
 
@@ -534,9 +534,9 @@ def _told_apart(tensors: Iterable[MovedTensor]) -> tuple[tuple[MovedTensor, ...]
         by_target.setdefault(one.target_name, []).append(one)
     sides: tuple[list[MovedTensor], list[MovedTensor]] = [], []
     for parts in by_target.values():
-        tiles = [(one.part or whole_piece("", one.shape)).target_tile for one in parts]
-        for one, is_first in zip(parts, without_overlap(tiles, math.prod(parts[0].shapes[1])), strict=True):
-            sides[not is_first].append(one)
+        taken = covering([math.prod(one.shape) for one in parts], math.prod(parts[0].shapes[1]))
+        sides[0].extend(parts[:taken])
+        sides[1].extend(parts[taken:])
     return tuple(sides[0]), tuple(sides[1])
 
 
