@@ -58,7 +58,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ('axes.shard_map(lambda x: x, raising("__hash__"))', "ExpressionError", "an expression is text; found RaisingHash"),
     ('axes.embedding(torch.tensor([1]), L(4, 8).to(torch.float8_e4m3fn), "b, v e -> b e")', "ShardingError", "embedding: a row outside of a table of torch.float8_e4m3fn can't be made NaN; use floats of 16 bits or more"),
     ('axes.explain("b d -> b", (8, 8), kind=raising("__eq__"))', "ExpressionError", "kind is one of rearrange, reduce, repeat, einsum, reshard, shard_map; found RaisingEq"),
-    ('axes.LayoutRules({"w": ("v", "a b -> b a")}).applied({"w": (8, 10**5000)})', "SizeError", "a tensor has fewer than 2**63 elements; found 'w' list too long to show"),
+    ('axes.LayoutRules({"w": ("v", "a b -> b a")}).applied({"w": (8, 10**5000)})', "SizeError", "a tensor has fewer than 2**63 elements; found the shape list too long to show"),
     ('axes.nn.load_safetensors(torch.nn.Linear(8, 16), "weights", names=["a"])', "ShardingError", "names is a mapping from the module's names to those in the files, like {'weight': 'w'}, or a function of the module's name; found list"),
     ("axes.nn.load_safetensors(torch.nn.Linear(8, 16), path=5)", "ShardingError", "path is a file or a folder with safetensors files; found int"),
     ('axes.nn.load_safetensors(torch.nn.Linear(8, 16), "weights", ignore=5)', "ShardingError", "ignore is patterns of names in the files, like ['*.inv_freq']; found 5"),

@@ -17,7 +17,7 @@ of the source and in two of the target. What a rank has of either tensor is some
 and of the piece all their combinations: a piece is planned as a tensor with a dim for each join.
 
 >>> q.joins, q.extents
-([Join(dims=(0, 1), sides=((0,), (0,))), Join(dims=(2,), sides=((1,), (1,)))], (24, 5))
+((Join(dims=(0, 1), sides=((0,), (0,))), Join(dims=(2,), sides=((1,), (1,)))), (24, 5))
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from axes.algebra.chunks import Box, Runs, Tile, count, factor_runs, local_runs, merged
@@ -60,7 +60,7 @@ class LayoutPiece:
     """A part of a source that is a part of a target, element by element; made by `layout_piece`.
 
     source, target: the names of the tensors. dims: join by join, in the target's order.
-    offsets: for each dim of both tensors, where the piece begins. shapes: of both whole tensors.
+    offsets: for each dim of both tensors, where the piece begins. shapes: of both whole tensors. joins: what is joined.
     """
 
     source: str = field(compare=False)
@@ -68,6 +68,7 @@ class LayoutPiece:
     dims: tuple[PieceDim, ...]
     offsets: tuple[Shape, Shape]
     shapes: tuple[Shape, Shape]
+    joins: tuple[Join, ...] = field(compare=False, repr=False)
 
     @property
     def shape(self) -> Shape:
@@ -104,12 +105,6 @@ class LayoutPiece:
     # as ranks have it
 
     @cached_property
-    def joins(self) -> list[Join]:
-        """What is joined, in the order of the target's dims. A dim that no step of the piece is in is alone."""
-        ends = tuple([(source, target) for _, _, ((source, _), (target, _)) in self.dims])
-        return _joins(ends, (len(self.shapes[0]), len(self.shapes[1])))
-
-    @cached_property
     def extents(self) -> Shape:
         """The elements of each join."""
         return tuple([math.prod([self.dims[at].size for at in join.dims]) for join in self.joins])
@@ -120,9 +115,11 @@ class LayoutPiece:
         found = []
         for join in self.joins:
             cut = [dims[dim] for dim in join.sides[side]]
-            every = [list(itertools.product(*runs)) for runs in itertools.product(*[each.runs for each in cut])]
             # Stretches in other runs of the tensor aren't joined where they touch.
-            runs = [tuple(sorted([run for one in of for run in self._stretches(join, side, one)])) for of in every]
+            runs = [
+                tuple(sorted(itertools.chain(*[self._stretches(join, side, one) for one in itertools.product(*each)])))
+                for each in itertools.product(*[each.runs for each in cut])
+            ]
             found.append(Pieces(Layout.product(*[each.layout for each in cut]), runs))
         return tuple(found)
 
@@ -130,11 +127,12 @@ class LayoutPiece:
         """The elements of a join in a run of each of its dims of a tensor."""
         order, choices = list[int](), []
         for dim, (start, stop) in zip(join.sides[side], runs, strict=True):
-            ends = [(*self.dims[at].ends[side], at) for at in join.dims]
-            steps = sorted([(far, at) for of, far, at in ends if of == dim], reverse=True)
+            steps = sorted(
+                [(-self.dims[at].ends[side][1], at) for at in join.dims if self.dims[at].ends[side][0] == dim]
+            )
             order += [at for _, at in steps]
+            sizes = [(self.dims[at].size, -far) for far, at in steps]
             begin = self.offsets[side][dim]
-            sizes = [(self.dims[at].size, far) for far, at in steps]
             choices.append(list(boxes_in_run(sizes, start - begin, stop - begin)))
         found = list[tuple[int, int]]()
         for boxes in itertools.product(*choices):
@@ -176,24 +174,19 @@ def layout_piece(
 ) -> LayoutPiece:
     """The piece with these dims, in whatever order, without those of size one."""
     kept = sorted([dim for dim in dims if dim.size != 1], key=lambda dim: (dim.ends[1][0], -dim.ends[1][1]))
-    joins = LayoutPiece(source, target, tuple(kept), offsets, shapes).joins
-    return LayoutPiece(source, target, tuple([kept[at] for join in joins for at in join.dims]), offsets, shapes)
-
-
-@lru_cache(maxsize=1024)
-def _joins(ends: tuple[tuple[int, int], ...], ndims: tuple[int, int]) -> list[Join]:
-    """The joins of dims that step through these dims of the source and the target. Pieces of a model are much alike."""
-    groups = [{(side, dim)} for side in (1, 0) for dim in range(ndims[side])]
-    for source, target in ends:
-        first, *others = [group for group in groups if (1, target) in group or (0, source) in group]
+    # The dims of both tensors that are joined, as (side, dim). A dim that no step of the piece is in is alone.
+    groups = [{(side, at)} for side in (1, 0) for at in range(len(shapes[side]))]
+    for _, _, ((one, _), (two, _)) in kept:
+        first, *others = [group for group in groups if (1, two) in group or (0, one) in group]
         first.update(*others)
         groups = [group for group in groups if group not in others]
-    found = []
+    ordered, joins = list[PieceDim](), []
     for group in groups:
-        dims = tuple([at for at, (_, target) in enumerate(ends) if (1, target) in group])
-        sides = [tuple(sorted([dim for of, dim in group if of == side])) for side in (0, 1)]
-        found.append(Join(dims, (sides[0], sides[1])))
-    return found
+        own = [dim for dim in kept if (1, dim.ends[1][0]) in group]
+        here, there = [tuple(sorted([at for of, at in group if of == side])) for side in (0, 1)]
+        joins.append(Join(tuple(range(len(ordered), len(ordered) + len(own))), (here, there)))
+        ordered += own
+    return LayoutPiece(source, target, tuple(ordered), offsets, shapes, tuple(joins))
 
 
 def boxes_in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Box]:

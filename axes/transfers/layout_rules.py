@@ -29,9 +29,8 @@ from axes.algebra.errors import ShardingError, SizeError, shortened, suggestion
 from axes.algebra.sizes import checked_tensor_shape, given_sizes, tuple_of, written_sizes
 from axes.extension import shown
 from axes.transfers.layout_pieces import LayoutPiece, Shape, covering, layout_piece
-from axes.transfers.layout_rule import LayoutRule, Names, layout_rule
-from axes.transfers.name_patterns import NamePattern, NamePatterns
-from axes.transfers.rule_pieces import solved_pieces
+from axes.transfers.layout_rule import LayoutRule, Names, layout_rule, solved_pieces
+from axes.transfers.name_patterns import NamePatterns
 
 Table = Mapping[Names, Names] | Iterable[tuple[Names, Names]]
 
@@ -41,6 +40,9 @@ _SAME = layout_rule("*", "*")
 
 _Instance = tuple[int, tuple[str, ...]]
 """The number of a rule, -1 where no rule is about a tensor; and the text of each `*`."""
+
+_Taken = Mapping[int, Mapping[tuple[int, ...], str]]
+"""For each name of the left of a rule the tensors, by the numbers in their names."""
 
 _Parts = dict[str, list[LayoutPiece]]
 """For each target the pieces that could be it, those of tensors that are equal included."""
@@ -166,8 +168,8 @@ class LayoutRules:
         return {"table": [rule.entry() for rule in self.rules], "sizes": dict(self.sizes)}
 
     def __repr__(self) -> str:
-        sizes = "".join([f", {name}={size}" for name, size in self.sizes])
-        return f"<LayoutRules: {'; '.join(map(str, self.rules[:_LINES]))}{sizes}>"
+        sizes = [f"{name}={size}" for name, size in self.sizes]
+        return f"<LayoutRules: {'; '.join([*map(str, self.rules[:_LINES]), *sizes])}>"
 
     def keeps(self, target: str) -> bool:
         """Whether the table says that a target keeps the values that it has."""
@@ -221,45 +223,33 @@ class LayoutRules:
     def _check_all_used(self, used: set[int], sources: Mapping[str, Shape]) -> None:
         """`ShardingError` with the rules that are about no tensor."""
         idle = [rule for at, rule in enumerate(self.rules) if at not in used and rule.left and not rule.optional]
-        lines = []
-        for rule in idle[:_LINES]:
-            wider = next((name for name in sources if any(p.match(name) for p in rule.left)), None)
+        lines = [f"  and {len(idle) - _LINES} more"] if len(idle) > _LINES else []
+        for rule in reversed(idle[:_LINES]):
+            matched = next((name for name in sources if any(p.match(name) for p in rule.left)), None)
+            first = None if matched is None else self._find(0, matched)
             known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sources)
             near = suggestion(re.sub(r"{.*?}", "*", rule.left[0].text), known)
-            first = None if wider is None else self._find(0, wider)
-            lines.append(f"  {rule}{f': behind a wider one, {self.rules[first[0][0]]}' if first else near}")
+            lines.insert(0, f"  {rule}{f': behind a wider one, {self.rules[first[0][0]]}' if first else near}")
         if idle:
-            more = f"\n  and {len(idle) - _LINES} more" if len(idle) > _LINES else ""
-            raise ShardingError(
-                "layout rules that are about no tensor (a '?' behind a name says that it needn't be there)\n"
-                + "\n".join(lines)
-                + more
-            )
+            about = "layout rules that are about no tensor (a '?' behind a name says that it needn't be there)"
+            raise ShardingError("\n".join([about, *lines]))
 
 
 def _made(
     rule: LayoutRule,
     given: tuple[tuple[str, int], ...],
     stars: tuple[str, ...],
-    taken: Mapping[int, Mapping[tuple[int, ...], str]],
+    taken: _Taken,
     sources: Mapping[str, Shape],
 ) -> tuple[dict[str, Shape], _Parts]:
-    """The targets of a rule for one text of each `*`, and their pieces.
-
-    taken: for each name of the left the tensors, by the numbers in their names.
-    """
-    firsts = {slot: next(iter(names.values())) for slot, names in taken.items()}
-    for slot, pattern in enumerate(rule.left):
-        if slot not in taken:
-            wanted = pattern.filled(stars, [0] * len(pattern.counters))
-            near = suggestion(wanted, [name for name in itertools.islice(sources, 1000) if name not in firsts.values()])
-            first = next(iter(firsts.values()))
-            raise ShardingError(f"the rule {rule}\ntakes {first} together with {wanted}, which isn't there{near}")
-    shapes = tuple([_stacked(rule, pattern, taken[slot], sources) for slot, pattern in enumerate(rule.left)])
+    """The targets of a rule for one text of each `*`, and their pieces."""
+    shapes = tuple([_whole_shape(rule, stars, slot, taken, sources) for slot in range(len(rule.left))])
     try:
         wholes, pieces = solved_pieces(rule.expression, shapes, given)
     except SizeError as error:
-        found = ", ".join([f"{name} {list(sources[name])}" for name in firsts.values()])
+        found = ", ".join(
+            [f"{name} {list(sources[name])}" for names in taken.values() for name in [*names.values()][:1]]
+        )
         raise SizeError(f"{error}\nof {found}, by the rule {rule}") from None
     targets = dict[str, Shape]()
     for pattern, whole in zip(rule.right, wholes, strict=True):
@@ -280,20 +270,23 @@ def _made(
     return targets, parts
 
 
-def _stacked(
-    rule: LayoutRule, pattern: NamePattern, names: Mapping[tuple[int, ...], str], sources: Mapping[str, Shape]
+def _whole_shape(
+    rule: LayoutRule, stars: tuple[str, ...], slot: int, taken: _Taken, sources: Mapping[str, Shape]
 ) -> Shape:
-    """The shape of the one tensor that those with numbers in their names are."""
-    first = next(iter(names.values()))
-    counts = [1 + max(column) for column in zip(*names, strict=True)]
-    if len(names) != math.prod(counts):
-        near = [range(min(count, len(names) + 1)) for count in counts]  # among more numbers than names one has none
-        missing = next(numbers for numbers in itertools.product(*near) if numbers not in names)
-        at = ", ".join(f"{name} = {number}" for name, number in zip(pattern.counters, missing, strict=True))
-        raise ShardingError(f"{pattern.text} counts from 0, and of {first} there is none with {at}, by the rule {rule}")
-    for name in names.values():
-        if sources[name] != sources[first]:
-            both = f"{first} is {list(sources[first])} and {name} is {list(sources[name])}"
+    """The shape of the tensor of a name of the left; those with numbers in their names are one."""
+    pattern, names = rule.left[slot], taken.get(slot, {})
+    first = next(iter(names.values()), None) or next(iter(next(iter(taken.values())).values()))
+    # Among more numbers than names one has none.
+    counts = [min(1 + max(column), len(names) + 1) for column in zip(*names, strict=True)] or [1] * len(
+        pattern.counters
+    )
+    for numbers in itertools.product(*map(range, counts)):
+        if numbers not in names:
+            wanted = pattern.filled(stars, numbers)
+            near = suggestion(wanted, [*itertools.islice(sources, 1000)])
+            raise ShardingError(f"the rule {rule}\ntakes {first} together with {wanted}, which isn't there{near}")
+        if sources[names[numbers]] != sources[first]:
+            both = f"{first} is {list(sources[first])} and {names[numbers]} is {list(sources[names[numbers]])}"
             raise ShardingError(f"{both}, which are one tensor by the rule {rule}")
     return (*counts, *sources[first])
 
