@@ -264,7 +264,12 @@ APPLIED = (
     ("{'*.*': '**'}", "{'a.b': (1,)}", "ShardingError", "reads as another rule's"),
     ("{None: 'b', 'a': 'b'}", "{'a': (2,)}", "ShardingError", "'b' would keep its values, by the layout rules, and be"),
     ("{'{e}.up': 'up'}", "{'1000000000.up': (3, 4)}", "ShardingError", "about no tensor"),
-    ("{'{e}.up': 'up'}", "{'0.up': (3, 4), '2.up': (3, 4)}", "ShardingError", "takes 0.up together with 1.up, which isn't there"),
+    (
+        "{'{e}.up': 'up'}",
+        "{'0.up': (3, 4), '2.up': (3, 4)}",
+        "ShardingError",
+        "takes 0.up together with 1.up, which isn't there",
+    ),
     ("{'{e}.up': 'up'}", "{'0.up': (3, 4), '1.up': (3, 5)}", "ShardingError", "0.up is [3, 4] and 1.up is [3, 5]"),
     ("{'q': ('q', '(h two=2) d -> (two h) d')}", "{'q': (7, 5)}", "SizeError", "7 doesn't divide by 2"),
     ("{'b?': 'x', 'c?': 'x'}", "{'b': (3,), 'c': (3,)}", "ShardingError", "two tensors would be 'x': b and c"),
