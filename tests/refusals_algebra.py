@@ -253,7 +253,6 @@ APPLIED = (
     (FUSE, QKV + "'0.v': (8, 6)}", "SizeError", "'d' is 5, found 6"),
     (FUSE, QKV + "'0.v': (12, 5)}", "SizeError", "'(g k)' is 8, found 12"),
     (FUSE, QKV + "'0.q': (32, 5, 1)}", "SizeError", "'(h k) d' has 2 dims; the tensor has 3"),
-    (FUSE, QKV + "'0.q': (0, 5)}", "SizeError", "a tensor without elements can only get another name"),
     (FUSE, QKV + "'0.qkv': (1,)}", "ShardingError", "two tensors would be '0.qkv': 0.q and 0.qkv"),
     (FUSE, QKV + "'x': (-1,)}", "SizeError", "a shape is whole numbers from 0; found (-1,)"),
     (FUSE, "[1]", "ShardingError", "shapes are a mapping from names to shapes"),

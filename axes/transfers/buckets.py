@@ -72,7 +72,14 @@ class MovedTensor:
     def kind(self) -> TensorKind:
         """What its exchange follows from."""
         ends = self.source, self.target
-        return *ends, self.shape, self.part
+        if self.part is None:
+            return *ends, self.shape, None
+        # Where a part begins along a dim that isn't split is the same to all ranks: experts of a stack are of one kind.
+        begins = [
+            tuple([at if dim.pieces > 1 else 0 for dim, at in zip(end.dims, offset, strict=True)])
+            for end, offset in zip(ends, self.part.offsets, strict=True)
+        ]
+        return *ends, self.shape, replace(self.part, offsets=(begins[0], begins[1]))
 
 
 class TensorPiece(NamedTuple):

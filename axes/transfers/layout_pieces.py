@@ -222,8 +222,8 @@ def covering(sizes: Sequence[int], whole: int) -> int:
 
     Parts of tensors that are equal cover the same elements and follow one another: those of the first are taken.
 
-    >>> covering([4, 2, 2], 4), covering([0, 0], 0)
-    (1, 1)
+    >>> covering([4, 2, 2], 4), covering([0, 4], 4), covering([0, 0], 0)
+    (1, 2, 2)
     """
-    starts = itertools.accumulate([max(size, 1) for size in sizes[:-1]], initial=0)
-    return sum(start < max(whole, 1) for start in starts)
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    return sum(start < whole or not whole for start in starts)

@@ -79,12 +79,14 @@ def layout_rule(key: object, value: object) -> LayoutRule:
         each = " ".join((*dict.fromkeys(itertools.chain(*[pattern.counters for pattern in patterns])), "..."))
         text = " -> ".join([", ".join([each] * len(side)) for side in sides])
     rule = LayoutRule(sides[0], sides[1], text, any(name.endswith("?") for name in (*left, *right)))
-    if text and len({pattern.marks.count("*") for pattern in patterns}) > 1:
+    if not text:
+        return rule
+    if len({pattern.marks.count("*") for pattern in patterns}) > 1:
         raise ShardingError(
             f"{rule}: each name has as many '*' as the others, the first is what the first of the others is\n"
             "write {e} for a number that becomes a dim e, like 'experts.{e}.up': ('up', 'e f d -> e d f')"
         )
-    for side, parts in zip(sides, sides_of(text) if text else (), strict=False):
+    for side, parts in zip(sides, sides_of(text), strict=True):
         specs = list({part.tensor: part.spec for part in parts}.values())
         if len(specs) != len(side):
             message = f"{len(specs)} tensors stand for {len(side)} names, of the rule {rule}"
@@ -99,7 +101,7 @@ def layout_rule(key: object, value: object) -> LayoutRule:
                     0,
                     len(text),
                 )
-    assert not text or pairs_of(text), "what becomes what is checked, too"
+    pairs_of(text)  # raises where names, or blocks, aren't the same on both sides
     return rule
 
 
@@ -249,8 +251,6 @@ def solved_pieces(
         wholes[right.tensor] = target
         steps = [PieceDim(run, sizes[run], (step, there[run])) for run, step in here.items()]
         piece = layout_piece("", "", steps, (start, end), (source, target))
-        if 0 in piece.shape and not piece.is_whole:
-            raise SizeError(f"a tensor without elements can only get another name by a layout rule\nin  {text}")
         pieces.append((left.tensor, right.tensor, piece))
     return tuple([wholes[number] for number in range(len(wholes))]), tuple(pieces)
 
