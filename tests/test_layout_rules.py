@@ -189,7 +189,7 @@ def values(shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
         ({"q": ("q", "(h two k) d -> (h k two) d")}, {"q": (24, 5)}, {"h": 3, "two": 2}, {"q": lambda x: einops.rearrange(x["q"], "(h two k) d -> (h k two) d", h=3, two=2)}),
         ({"embed": ("embed", "head", "v d -> v d, d v")}, {"embed": (6, 4)}, {}, {"embed": lambda x: x["embed"], "head": lambda x: x["embed"].T}),
         ({"{l}.{e}.up": ("up.{e}", "l e f d -> e d l f")}, {f"{n}.{e}.up": (4, 3) for n in range(2) for e in range(3)}, {}, {f"up.{e}": lambda x, e=e: np.stack([x[f"{n}.{e}.up"] for n in range(2)]).transpose(2, 0, 1) for e in range(3)}),
-        ({("a", "c"): ("b", "x y, z y -> (x + z) y")}, {"a": (0, 3), "c": (1, 3)}, {}, {"b": lambda x: x["c"]}),
+        ({("a", "c"): ("b", "x y, z y -> (x + z) y")}, {"a": (0, 3), "c": (1, 3)}, {"z": 1}, {"b": lambda x: x["c"]}),
         ({"a.0": "first", "a.*": "others.*"}, {"a.0": (1,), "a.1": (1,)}, {}, {"first": lambda x: x["a.0"], "others.1": lambda x: x["a.1"]}),
         ({"head?": "output"}, {"norm": (5,)}, {}, {"norm": lambda x: x["norm"]}),
     ],
