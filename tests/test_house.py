@@ -123,10 +123,10 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
     "nn": {
         "axes.algebra.logical": {"ambient_rules", "checked_rules"},
         "axes.algebra.mesh": {"required_mesh"},
-        "axes.algebra.sizes": {"given_sizes", "whole_number", "written_sizes"},
+        "axes.algebra.sizes": {"written_sizes"},
         "axes.ops.module_regions": {"note_sharded", "region_call"},
         "axes.runtime": {"torch_private"},
-        "axes.runtime.leaves": {"resolving", "used"},
+        "axes.runtime.leaves": {"resolving"},
         "axes.runtime.sharded": {"sharding_in_torch"},
         "axes.runtime.watching": {"within"},
     },

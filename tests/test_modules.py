@@ -366,10 +366,9 @@ def test_a_dry_run_prints_what_each_rank_would_hold_and_changes_nothing(capsys):
     assert re.fullmatch(r"embedding.weight = head.weight +\.\.\. +_ _ +16x8 +512", lines[1]), lines[1]
     qkv = r"blocks.0.qkv.weight = blocks.2.qkv.weight +\(three heads head_dim\) embed +"
     assert any(re.match(qkv + r"\(three=3 heads=4@tp head_dim=2\) embed +12x8 +384", line) for line in lines)
-    total, *every = (int(line.split()[-1].replace(",", "")) for line in [lines[-2], *lines[1:-2]])
-    assert lines[-2].startswith("total")
+    total, *every = (int(line.split()[-1].replace(",", "")) for line in [lines[-1], *lines[1:-1]])
+    assert lines[-1].startswith("total")
     assert total == sum(every)
-    assert lines[-1] == "rules that no parameter uses: vocab=dp"
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from axes.algebra.errors import ShardingError
-from axes.extension import dense, read, shown
+from axes.extension import read, shown
 from axes.nn.module_tensors import tensors_of
 
 T = TypeVar("T", torch.Tensor, torch.nn.Module)
@@ -32,8 +32,8 @@ def annotate(thing: T, spec: str | Mapping[str, str]) -> T:
     names may have dots: `{"weight": "out in", "norm.weight": "embed"}`. Annotations of a module stay where a parameter
     is replaced by another tensor; those of a tensor go with the tensor. A later annotation replaces an earlier one.
 
-    Raises `ExpressionError` for text outside the grammar, `ShardingError` for a name that the module doesn't have or a
-    number of dims that the tensor doesn't have.
+    Raises `ExpressionError` for text outside the grammar, `ShardingError` for a name that the module doesn't have. That
+    a tensor has other dims `shard_module` says.
 
     >>> linear = annotate(torch.nn.Linear(4, 8), {"weight": "mlp embed", "bias": "mlp"})
     >>> annotated(linear)
@@ -45,13 +45,12 @@ def annotate(thing: T, spec: str | Mapping[str, str]) -> T:
         for name, each in specs.items():
             if name not in own:
                 raise ShardingError(f"{type(thing).__name__} has no parameter or buffer {shown(name, own)}")
-            _check(each, own[name], f"{type(thing).__name__}.{name}")
+            read(each)
         thing.__dict__[_ATTRIBUTE] = {**thing.__dict__.get(_ATTRIBUTE, {}), **specs}
     elif isinstance(thing, torch.Tensor):
         if not isinstance(spec, str):
             raise ShardingError(f"a tensor is annotated by one spec, like 'heads embed'; found {shown(spec)}")
-        dense("axes.annotate", thing)
-        _check(spec, thing, "the tensor")
+        read(spec)
         setattr(thing, _ATTRIBUTE, spec)
     else:
         raise ShardingError(f"annotate takes a parameter, a buffer or a module; found {type(thing).__name__}")
@@ -79,14 +78,3 @@ def checked_specs(what: str, values: object, hint: str) -> Mapping[str, str]:
     if not isinstance(values, Mapping) or not all(isinstance(each, str) for pair in values.items() for each in pair):
         raise ShardingError(f"{what}, like {hint}; found {shown(values)}")
     return values
-
-
-def _check(spec: str, tensor: torch.Tensor, what: str) -> None:
-    tree = read(spec).spec
-    dots = any(factor.name == "..." for dim in tree.dims for factor in dim.factors)
-    if tree.pending:
-        raise ShardingError(f"{what} is annotated with '{spec}': a parameter has nothing pending")
-    if len(tree.dims) != tensor.ndim and not (dots and len(tree.dims) <= tensor.ndim + 1):
-        raise ShardingError(
-            f"{what} has {tensor.ndim} dims, {list(tensor.shape)}; the annotation '{spec}' has {len(tree.dims)}"
-        )

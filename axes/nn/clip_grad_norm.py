@@ -39,7 +39,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.extension import dense, local, shown
-from axes.nn.options import flag
+from axes.nn.options import number
 from axes.ops.collectives import pmax, psum
 from axes.ops.reshard import reshard
 from axes.runtime import torch_private
@@ -51,6 +51,10 @@ Axis: TypeAlias = tuple[Any, Layout]
 """An axis of some mesh: all ranks of the job that the mesh is of, and the axis's layout among them."""
 
 AxisName: TypeAlias = str | tuple[str, ...]
+
+
+_KIND = "the norm of gradients"
+"""What a trace says, and ranks compare, with its order and limit."""
 
 
 class NonFiniteNormError(AxesError, RuntimeError):
@@ -79,17 +83,14 @@ def total_norm(
     ...     total_norm([axes.shard(torch.tensor([3.0, 4.0]), "n@dp"), torch.full((3,), -4.0)], norm_type=1)
     tensor(19.)
     """
-    order = _checked_number(norm_type, "norm_type is a number above 0, or math.inf", least=5e-324)
+    order = float(number("norm_type is a number above 0, or math.inf", norm_type, 5e-324))
     axes = _stage_axes(stages, mesh)
     every = distinct(tensors, "axes.nn.total_norm")
     for tensor in every:
         dense("axes.nn.total_norm", tensor)
-        if tensor.is_meta:
-            raise ShardingError("axes.nn.total_norm takes tensors with values; found one on the device 'meta'")
-        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
-            raise ShardingError(f"axes.nn.total_norm is of floats; found {tensor.dtype}. Write x.float()")
     settled = [_sharded_as(tensor, tensor) if isinstance(tensor, DTensor) else tensor for tensor in every]
-    return within(*_asked(order), _norm, [(tensor, local(tensor)) for tensor in settled], order, axes)
+    parts = [(tensor, local(tensor)) for tensor in settled]
+    return within(_KIND, f"of order {order}", _norm, parts, order, axes)
 
 
 @torch.no_grad()
@@ -132,9 +133,8 @@ def clip_grad_norm_(
     ...     print(clip_grad_norm_([weight], max_norm=1.0), axes.to_local(weight.grad))
     tensor(5.) tensor([0.6000, 0.8000])
     """
-    order = _checked_number(norm_type, "norm_type is a number above 0, or math.inf", least=5e-324)
-    limit = _checked_number(max_norm, "max_norm is a number from 0, or math.inf", least=0.0)
-    flag("axes.nn.clip_grad_norm_: error_if_nonfinite", error_if_nonfinite)
+    order = float(number("norm_type is a number above 0, or math.inf", norm_type, 5e-324))
+    limit = float(number("max_norm is a number from 0, or math.inf", max_norm, 0.0))
     axes = _stage_axes(stages, mesh)
     every = distinct(parameters, "axes.nn.clip_grad_norm_")
     elsewhere = {id(each) for each in distinct(copies, "axes.nn.clip_grad_norm_")}
@@ -143,12 +143,10 @@ def clip_grad_norm_(
             "axes.nn.clip_grad_norm_: `copies` has a tensor that isn't one of the parameters. A wrapper such as "
             "fully_shard replaces parameters; take the copies from the model that it gives"
         )
-    if len({each.is_meta for each in every}) > 1:
-        raise ShardingError("axes.nn.clip_grad_norm_ takes tensors with values; found some on the device 'meta'")
     gradients = [settled_gradient(parameter) for parameter in every]
     locals_ = [None if gradient is None else local(gradient) for gradient in gradients]
     counted = [(p, shard) for p, shard in zip(every, locals_, strict=True) if id(p) not in elsewhere]
-    norm = within(*_asked(order, f", clipped to {limit}"), _norm, counted, order, axes)
+    norm = within(_KIND, f"of order {order}, clipped to {limit}", _norm, counted, order, axes)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteNormError(
             f"the gradients' norm of order {order} is {float(norm)}, and nothing was scaled; "
@@ -169,18 +167,11 @@ def distinct(tensors: torch.Tensor | Iterable[torch.Tensor], function: str) -> l
 
     Raises `ShardingError` for what is no tensor; `function` is the name that the error gives to the caller.
     """
-    if isinstance(tensors, torch.nn.Module):
-        raise ShardingError(f"{function} takes tensors; found a module, so pass its module.parameters()")
-    try:
-        found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    except Exception:  # of a foreign object's own methods
-        raise ShardingError(
-            f"{function} takes tensors, like module.parameters(); found {type(tensors).__name__}"
-        ) from None
+    found = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    found = list(found) if isinstance(found, Iterable) else [found]
     for tensor in found:
         if not isinstance(tensor, torch.Tensor):
-            hint = "; pass module.parameters(), without names" if isinstance(tensor, tuple | str) else ""
-            raise ShardingError(f"{function} takes tensors; found {type(tensor).__name__}{hint}")
+            raise ShardingError(f"{function} takes tensors, like module.parameters(); found {type(tensor).__name__}")
     return list({id(tensor): tensor for tensor in found}.values())
 
 
@@ -214,16 +205,6 @@ def _sharded_as(x: DTensor, like: DTensor) -> DTensor:
 # --- the norm
 
 
-def _checked_number(given: float, what: str, least: float) -> float:
-    try:
-        found = float(given)
-    except Exception:  # of a foreign object's own methods
-        found = math.nan
-    if not found >= least:
-        raise ShardingError(f"{what}; found {shown(given)}")
-    return found
-
-
 def _stage_axes(stages: AxisName, mesh: Mesh | None) -> dict[Axis, Mesh]:
     """The axes of the stages, those of size one left out, each with the mesh that has it."""
     names = (stages,) if isinstance(stages, str) else stages
@@ -254,11 +235,6 @@ def _is_of_one_stage(sharding: Sharding | None, stages: Collection[Axis]) -> boo
 
 Parts: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 """Tensors that say where their elements are, with this rank's elements: None where they are missing."""
-
-
-def _asked(order: float, limit: str = "") -> tuple[str, str]:
-    """What ranks that are compared compare of a norm, beside what they send."""
-    return "the norm of gradients", f"of order {order}{limit}"
 
 
 def _norm(parts: Parts, order: float, stages: Mapping[Axis, Mesh]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -40,9 +40,10 @@ def made_by_initializers(
         whole = getattr(root, "init_weights", None)
         if callable(whole):
             whole()
-        for module in _holders(root, (tensor for name, tensor in deferred.items() if name not in recorder.filled)):
+        for module in root.modules():
+            own = {id(x) for x in (*module._parameters.values(), *module._buffers.values())}
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-            if callable(reset):
+            if callable(reset) and any(id(x) in own for name, x in deferred.items() if name not in recorder.filled):
                 recorder.closed = recorder.closed | recorder.filled
                 reset()
     missing = [name for name in deferred if name not in recorder.filled and not _taken_over(root, name, deferred[name])]
@@ -65,17 +66,6 @@ def _taken_over(root: torch.nn.Module, name: str, made: torch.Tensor) -> bool:
     fill(made, there.detach())
     places[own] = made
     return True
-
-
-def _holders(root: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
-    """The modules that hold one of the tensors themselves, each once."""
-    wanted = {id(tensor) for tensor in tensors}
-    found = []
-    for module in root.modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        if any(id(tensor) in wanted for tensor in own):
-            found.append(module)
-    return found
 
 
 Part = tuple[str, DTensor, str, tuple[Any, ...]]

@@ -21,11 +21,9 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import given_sizes
 from axes.extension import agree, dense, draw, dtensor, linear, local, read, whole
 from axes.nn.functions import T, argmax, check_floats
-from axes.nn.options import flag, number
-from axes.runtime.leaves import used
+from axes.nn.options import number
 from axes.runtime.sharded import sharding_of
 
 
@@ -74,16 +72,15 @@ def dropout(
     """
     check_floats("nn.dropout", x)
     number("axes.nn.dropout: p is a probability, from 0 to 1", p, 0, 1)
-    _check_seed("axes.nn.dropout", seed)
     dense("axes.nn.dropout", x, spec is not None or isinstance(x, DTensor))
-    sharding, shape = whole("axes.nn.dropout", x, spec, mesh, given_sizes(keywords, sizes))
+    sharding, shape = whole("axes.nn.dropout", x, spec, mesh, {**keywords, **(sizes or {})})
     if any(op not in ("sum", "mean") for op, _ in sharding.pending):
         raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")
-    if not flag("axes.nn.dropout: training", training) or p == 0:
+    if not training or p == 0:
         return x
     bits = _seed("dropout", sharding, seed)
     if isinstance(x, DTensor):
-        return _dropped(used(x), bits, float(p))
+        return _dropped(x, bits, float(p))
     return _without(x, sharding, shape, bits, p)
 
 
@@ -102,7 +99,7 @@ def sample(
     """An index along one dim, drawn with the probabilities of the softmax of `logits / temperature`, in int64.
 
     The result lacks the dim, and is the same on every mesh and on one device for one seed. The vocabulary isn't
-    gathered: each rank adds noise of its own elements (Gumbel's), and the largest sum wins, by the two all-reduces of
+    gathered: each rank adds noise of its own elements (Gumbel's), and the largest sum wins, by the two all-gathers of
     `axes.argmax`. A temperature of 0 takes the largest element. `seed` is as in `dropout`, `sizes` as in `axes.argmax`.
 
     Raises `ShardingError` for a temperature below 0, and otherwise as these two.
@@ -111,14 +108,10 @@ def sample(
     [1]
     """
     number("axes.nn.sample: temperature is a number from 0", temperature, 0, 1e300)
-    _check_seed("axes.nn.sample", seed)
     check_floats("nn.sample", logits)
     if temperature == 0:
         return argmax(logits, spec, over, mesh, **sizes)
     sharding, shape = whole("axes.nn.sample", logits, None if isinstance(logits, DTensor) else spec, mesh, sizes)
-    if not isinstance(logits, DTensor):
-        names = map(sharding.names_of, range(len(shape)))
-        sizes = {name[0]: size for name, size in zip(names, shape, strict=True) if name == (over,)}
     shard = local(logits)
     noise = draw(torch.empty_like(shard, dtype=torch.float64), sharding, shape, _seed("sample", sharding, seed))
     noisy = shard.double() / temperature - (-noise.log()).log()
@@ -134,8 +127,7 @@ class Dropout(torch.nn.Module):
     def __init__(self, p: float = 0.5, spec: str | None = None, **sizes: int):
         super().__init__()
         number("axes.nn.dropout: p is a probability, from 0 to 1", p, 0, 1)
-        dims = () if spec is None else read(spec).spec.dims
-        given_sizes(sizes, None, (), [str(factor.name) for dim in dims for factor in dim.factors])
+        read(spec or "")
         self.p, self.spec, self.sizes = p, spec, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,20 +140,15 @@ class Dropout(torch.nn.Module):
         return ", ".join([f"p={self.p}", *spec, *(f"{name}={size}" for name, size in self.sizes.items())])
 
 
-def _check_seed(what: str, seed: object) -> None:
-    if seed is not None:
-        number(f"{what}: seed is a whole number of at most 64 bits", seed, -(2**63), 2**64 - 1, whole=True)
-
-
 # --- what is dropped
 
 
 def _seed(what: str, sharding: Sharding, seed: int | None) -> int:
     """The seed of a call, mixed so that neighbouring seeds have nothing in common."""
-    if seed is None:
-        if sharding.mesh.size > 1:
-            _compare_generators(sharding.mesh)
-        seed = int(torch.randint(2**62, (1,), dtype=torch.int64, device="cpu"))
+    if seed is None and sharding.mesh.size > 1:
+        _compare_generators(sharding.mesh)
+    seed = int(torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")) if seed is None else seed
+    number(f"axes.nn.{what}: seed is a whole number of at most 64 bits", seed, -(2**63), 2**64 - 1, whole=True)
     return int.from_bytes(hashlib.sha256(f"{what} {int(seed)}".encode()).digest()[:7], "big")
 
 

@@ -24,9 +24,9 @@ The vocabulary-parallel loss and embedding are Megatron-LM's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
@@ -37,10 +37,9 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError
 from axes.algebra.mesh import Mesh, use_mesh
-from axes.algebra.sizes import given_sizes
-from axes.extension import dense, linear, read, shown
-from axes.nn.options import number
-from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, pmin, psum
+from axes.extension import dense, read, shown
+from axes.nn.options import checked_sizes, number
+from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import shard_map
 
@@ -111,8 +110,8 @@ def entropy(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
 def argmax(x: T, spec: str, /, over: str, mesh: Mesh | None = None, **sizes: int) -> T:
     """The index of the largest element along one dim of the whole tensor, in int64; the result lacks that dim.
 
-    The first of equal elements, and the first NaN where there is one, as `torch.argmax` has it. Two all-reduces of
-    the size of the result. `sizes`: the whole size of the dim, of plain shards.
+    The first of equal elements, and the first NaN where there is one, as `torch.argmax` has it. Each rank sends its
+    own to the others, value and index, in two all-gathers. `sizes`: the whole size of the dim, of plain shards.
 
     >>> argmax(torch.tensor([[1.0, 3.0, 3.0]]), "b v", over="v").tolist()
     [1]
@@ -161,7 +160,6 @@ def rms_norm(
     [1.0, 1.0, 1.0, 1.0]
     """
     form = _form("rms_norm", spec, dims_to_work_over(over))
-    checked_eps(eps)
     local = functools.partial(_rms_norm, form, _wholes(form.worked, x, sizes), eps)
     return _normed("rms_norm", local, form, (x, weight), mesh)
 
@@ -186,7 +184,6 @@ def layer_norm(
     [-1.0, 1.0]
     """
     form = _form("layer_norm", spec, dims_to_work_over(over))
-    checked_eps(eps)
     local = functools.partial(_layer_norm, form, _wholes(form.worked, x, sizes), eps, weight is not None)
     return _normed("layer_norm", local, form, (x, weight, bias), mesh)
 
@@ -225,15 +222,14 @@ def cross_entropy(
     2.0794
     """
     form = _loss_form(expression)
-    most = 2**63 - 1
-    ignored = number("cross_entropy's ignore_index is a whole number", ignore_index, -most, most, whole=True)
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shown(reduction)}")
     number("cross_entropy's label_smoothing is a number from 0 to 1", label_smoothing, 0, 1)
     number("cross_entropy's z_loss is a number from 0, like 1e-4", z_loss, 0, 1e300)
     check_integers("cross_entropy", "labels", labels)
     (whole,) = _wholes(form.over.worked, logits, sizes)
-    local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignored, label_smoothing, z_loss)
+    is_mean = reduction == "mean" and bool(form.reduced)
+    local = functools.partial(_cross_entropy, form, whole, is_mean, ignore_index, label_smoothing, z_loss)
     if weight is None:
         return _applied("cross_entropy", local, f"{form.left} -> {form.result}", (logits, labels), mesh)
     check_floats("cross_entropy", weight)
@@ -248,31 +244,28 @@ def embedding(
 
     Each rank looks up the rows that it has; what it doesn't have is zero, and the sum over the axes
     of the rows goes where the right side says: summed (`b s d`), summed and scattered (`b s@tp d`),
-    or kept (`| sum@tp`). An index outside of the table gives a row of NaN, and makes the gradient of the
-    table's nearest row NaN. Otherwise as `torch.nn.functional.embedding`; the row of `padding_idx` of the whole table,
-    which counts from the end where it is negative, gets no gradient.
+    or kept (`| sum@tp`). An index outside of the table gives a row of NaN, and makes the gradient of
+    the table's nearest row NaN. Otherwise as
+    `torch.nn.functional.embedding`; the row of `padding_idx` of the whole table, which counts from the end where it is
+    negative, gets no gradient.
 
     >>> embedding(torch.tensor([2, 0]), torch.eye(3), "s, v d -> s d").tolist()
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
     form = _table_form(expression)
     check_integers("embedding", "ids", ids)
+    check_floats("embedding", table)
     (whole,) = _wholes((form.rows,), table, sizes)
-    padding_idx = checked_padding(padding_idx)
     local = functools.partial(_embedding, form.rows, whole, padding_idx)
     found = _applied("embedding", local, f"{form.left} -> {form.middle}", (ids, table), mesh)
     return found if form.middle == form.right else rearrange(found, f"{form.middle} -> {form.right}", mesh=mesh)
 
 
-def checked_padding(padding_idx: object, rows: int | None = None) -> int | None:
-    """`padding_idx` as a plain `int`; an error where it is none, or not one of so many rows."""
-    if padding_idx is None:
-        return None
-    most = 2**63 - 1
-    found: int = number("embedding's padding_idx is the number of a row", padding_idx, -most, most, whole=True)
-    if rows is not None and not -rows <= found < rows:
-        raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {shown(found)}")
-    return found
+def checked_padding(padding_idx: int, rows: int) -> int:
+    """The number of a row of so many; a negative one counts from the end."""
+    if not isinstance(padding_idx, int) or not -rows <= padding_idx < rows:
+        raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {shown(padding_idx)}")
+    return padding_idx % rows
 
 
 # expressions
@@ -314,14 +307,6 @@ def dims_to_work_over(over: Over) -> Axes:
     return tuple(names)
 
 
-def checked_eps(eps: float | None) -> None:
-    """`ShardingError` for what is no number that is added to a variance."""
-    # torch takes no larger integer. Of a float no bound is asked: a graph, where it is a symbol, would be made twice.
-    fits = not isinstance(eps, int) or eps < 2**63
-    if eps is not None and not (isinstance(eps, numbers.Real) and eps >= 0 and fits):
-        raise ShardingError(f"eps is a number from 0, like 1e-5; found {shown(eps)}")
-
-
 def _read_once(reading: Read) -> Read:
     """A function of texts, cached; to `torch.compile` its result is a constant."""
     kept = functools.lru_cache(maxsize=4096)(reading)
@@ -329,12 +314,14 @@ def _read_once(reading: Read) -> Read:
     @torch.compiler.assume_constant_result
     @functools.wraps(reading)
     def read_or_kept(*texts: Any) -> Any:
-        try:
-            return kept(*texts)
-        except TypeError:
-            return reading(*texts)  # whose error says that it isn't text
+        return kept(*texts)
 
     return read_or_kept  # type: ignore[return-value]
+
+
+def dims_worked_over(spec: str, over: Over) -> str:
+    """The spec of a parameter of a norm, which has the dims that the norm is over."""
+    return _form("a norm", spec, dims_to_work_over(over)).parameter
 
 
 @_read_once
@@ -381,19 +368,21 @@ def _axes(what: str, text: str, dim: Any) -> Axes:
 
 @dataclass(frozen=True)
 class _Loss:
-    """An expression of a loss: its two operands, the logits over the vocabulary, and what is reduced beside it.
+    """An expression of a loss: its two operands, its result, and the logits over the vocabulary.
 
-    `reduced` are dims of the labels, `sums` the axes that split them, `kept` those whose sum stays pending,
-    `same` those over which the loss is `same`.
+    The dims of the labels that the result lacks are at `reduced`, after one for all that is summed together, and the
+    axes `sums` split them. Over the axes `kept` the sum stays pending. `vocabulary` and `others` are the expressions of
+    the sums over the vocabulary's axes and over `sums` where these leave something the same or pending; else "".
     """
 
     left: str
     result: str
     over: _Form
+    vocabulary: str
+    others: str
     reduced: tuple[int, ...]
     sums: Axes
     kept: Axes
-    same: Axes
 
 
 @_read_once
@@ -401,30 +390,34 @@ def _loss_form(expression: str) -> _Loss:
     logits, labels, result = _three_named("cross_entropy", expression, "logits, labels -> loss")
     ours, theirs, kept = ({_name(dim): dim for dim in spec.dims} for spec in (logits, labels, result))
     missing = [str(name) for name in ours if name not in theirs]
-    if len(missing) != 1 or [name for name in ours if name in theirs] != list(theirs):
+    if len(missing) != 1 or [str(dim) for dim in logits.dims if _name(dim) in theirs] != list(map(str, labels.dims)):
         _wrong(
-            expression,
-            "labels have the names of the logits without the vocabulary, in the same order: 'b s v, b s -> '",
+            expression, "labels have the names of the logits without the vocabulary, and lie alike: 'b s v, b s -> '"
         )
-    if [name for name in theirs if name in kept] != list(kept):
-        _wrong(expression, "the loss has names of the labels, in the same order, or none")
-    for name in theirs:
-        places = {str(spec[name].factors[0].place) for spec in (ours, theirs, kept) if name in spec}
-        if len(places) > 1:
-            _wrong(expression, f"'{name}' is split the same in all; cross_entropy doesn't move data")
-    gone = [name for name in theirs if name not in kept]
+    if [str(dim) for dim in labels.dims if _name(dim) in kept] != list(map(str, result.dims)):
+        _wrong(expression, "the loss has names of the labels, in the same order and split alike, or none")
     fixed = [
-        " ".join([_explicit(dim) if _name(dim) in (*gone, *missing) else str(dim) for dim in spec.dims])
-        for spec in (logits, labels)
+        " ".join([str(dim) if _name(dim) in kept else _explicit(dim) for dim in spec.dims]) for spec in (logits, labels)
     ]
-    sums = tuple(axis for name in gone for axis in _axes("cross_entropy", expression, theirs[name]))
-    pending, same = (_pending_axes(result, op) for op in ("sum", "same"))
-    if not set(pending) <= set(sums) or any(p.op not in ("sum", "same") for p in result.pending or ()):
-        _wrong(expression, "what a loss can leave pending is the sum over axes that split what it reduces")
-    reduced = tuple(list(theirs).index(name) for name in gone)
     over = _form("cross_entropy", fixed[0], tuple(missing))
-    summed = tuple(axis for axis in sums if axis not in pending)
-    return _Loss(f"{fixed[0]}, {fixed[1]}", str(result), over, reduced, summed, pending, same)
+    sums = tuple(
+        [axis for name in theirs if name not in kept for axis in _axes("cross_entropy", expression, theirs[name])]
+    )
+    found = {p.op: p.place.names for p in result.pending or () if p.place is not None}
+    same = [axis for axis in over.axes if axis in found.get("same", ())]
+    if not {p.op for p in result.pending or ()} <= {"sum", "same"} or not {*found.get("sum", ())} <= {*sums}:
+        _wrong(expression, "what a loss can leave pending is the sum over axes that split what it reduces")
+    pending = " ".join(map(str, result.pending or ()))
+    before = " ".join(filter(None, (_at("sum", sums), _at("same", same))))
+    vocabulary = f"... | {_at('sum', over.axes)} -> ... | {_at('same', same)}" if same else ""
+    others = f"... | {before} -> ... | {pending}" if pending else ""
+    reduced = tuple([1 + at for at, name in enumerate(theirs) if name not in kept])
+    left, stays = f"{fixed[0]}, {fixed[1]}", found.get("sum", ())
+    return _Loss(left, str(result), over, vocabulary, others, reduced, sums, stays)
+
+
+def _at(op: str, axes: Sequence[str]) -> str:
+    return f"{op}@({' '.join(axes)})" if axes else ""
 
 
 class _Table(NamedTuple):
@@ -446,8 +439,7 @@ def _table_form(expression: str) -> _Table:
     ids, table, result = _three_named("embedding", expression, "ids, table -> rows")
     known, columns, wanted = ([_name(dim) for dim in spec.dims] for spec in (ids, table, result))
     missing = [str(name) for name in columns if name not in wanted]
-    rest = [name for name in columns if name in wanted]
-    if len(missing) != 1 or sorted(map(str, [*known, *rest])) != sorted(map(str, wanted)):
+    if len(missing) != 1 or {*known, *columns} - {*missing} != {*wanted}:
         _wrong(expression, "the result has the names of the ids and of the table without its rows: 'b s, v d -> b s d'")
     form = _form("embedding", str(table), tuple(missing))
     (rows,) = form.worked
@@ -476,10 +468,6 @@ def _three_named(what: str, expression: str, shape: str) -> Specs:
     return specs
 
 
-def _pending_axes(spec: Any, op: str) -> Axes:
-    return tuple(axis for p in spec.pending or () if p.op == op and p.place is not None for axis in p.place.names)
-
-
 def _wrong(expression: str, message: str) -> NoReturn:
     raise ExpressionError(message, expression, 0, len(expression))
 
@@ -491,28 +479,16 @@ def _applied(
     what: str, local: Local, expression: str, tensors: Sequence[torch.Tensor], mesh: Mesh | None
 ) -> torch.Tensor:
     """The function on DTensors as a region, on plain tensors as it is."""
-    if what != "embedding":
-        check_floats(what, tensors[0])
-    local = functools.partial(_cast, what, local)
-    distributed = [isinstance(x, DTensor) for x in tensors]
-    if all(distributed):
+    x = tensors[what == "embedding"]
+    check_floats(what, x)
+    if _is_widened(what, x.dtype, x.device.type):
+        tensors = [x.float() if x.is_floating_point() else x for x in tensors]
+    if any(isinstance(x, DTensor) for x in tensors):
         return shard_map(local, expression, mesh)(*tensors)
     tensors = [dense(f"axes.{what}", x, "@" in expression) for x in tensors]
-    if any(distributed):
-        raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
     _check_shapes(what, expression, tensors)
-    if mesh is None:
+    with use_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         return local(*tensors)
-    with use_mesh(mesh):
-        return local(*tensors)
-
-
-def _cast(what: str, local: Local, *tensors: torch.Tensor) -> torch.Tensor:
-    """The function of tensors in the dtype in which autocast has torch compute it."""
-    x = tensors[0] if tensors[0].is_floating_point() else tensors[1]
-    if _is_widened(what, x.dtype, x.device.type):
-        tensors = tuple([x.float() if x.is_floating_point() else x for x in tensors])
-    return local(*tensors)
 
 
 @torch.compiler.assume_constant_result
@@ -542,11 +518,6 @@ def _check_shapes(what: str, expression: str, tensors: Sequence[torch.Tensor]) -
         for name, size in zip(named, x.shape, strict=True) if not torch.compiler.is_compiling() else ():
             if name is not None and found.setdefault(name, size) != size:
                 raise SizeError(f"{what}: '{name}' is {found[name]} and {size}\nin  {expression}")
-    devices = {x.device for x in tensors}
-    if len(devices) > 1:
-        raise ShardingError(
-            f"{what}: the tensors are on {' and '.join(sorted(map(str, devices)))}; move them to one device"
-        )
 
 
 def check_floats(what: str, x: torch.Tensor) -> None:
@@ -577,7 +548,6 @@ def _of_one_dim(what: str, spec: str, over: str, x: torch.Tensor, sizes: Mapping
     if len(names) != 1:
         raise ShardingError(f"{what} is over one dim, like 'v'; found {shown(over)}")
     form = _form(what, spec, names)
-    check_floats(what, x)
     (whole,) = _wholes(form.worked, x, sizes)
     return form, whole
 
@@ -585,12 +555,10 @@ def _of_one_dim(what: str, spec: str, over: str, x: torch.Tensor, sizes: Mapping
 def _wholes(worked: Sequence[Worked], x: torch.Tensor, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
     """The whole sizes of dims, None where a plain tensor leaves them open."""
     names = [each.name for each in worked]
-    given = given_sizes(sizes, None, (), names) if sizes else {}
-    if isinstance(x, DTensor):
-        if any(not -x.ndim <= each.dim < x.ndim for each in worked):
-            raise ShardingError(f"the spec has a dim {max(names)!r}, the tensor {x.ndim} dims: {list(x.shape)}")
-        return tuple(x.shape[each.dim] for each in worked)
-    return tuple(given.get(name) for name in names)
+    given = checked_sizes(sizes, names)
+    if isinstance(x, DTensor):  # what has other dims than its spec is refused later
+        return tuple([x.shape[each.dim] if -x.ndim <= each.dim < x.ndim else None for each in worked])
+    return tuple([given.get(name) for name in names])
 
 
 def _part(worked: Worked, x: torch.Tensor, whole: int | None) -> tuple[int | torch.Tensor, int | torch.Tensor]:
@@ -600,7 +568,7 @@ def _part(worked: Worked, x: torch.Tensor, whole: int | None) -> tuple[int | tor
     stays on the device, so that nothing waits for it.
     """
     local = x.shape[worked.dim]
-    if whole is None and _is_split(worked):
+    if whole is None and worked.axes:
         sizes = all_gather(x.new_full((1,), local, dtype=torch.int64), worked.axes)
         return sizes[: axis_index(worked.axes)].sum(), sizes.sum()
     whole = local if whole is None else whole
@@ -611,10 +579,6 @@ def _part(worked: Worked, x: torch.Tensor, whole: int | None) -> tuple[int | tor
     if stop - start != local:
         raise SizeError(f"'{worked.name}' is {whole} in whole and so {stop - start} on this rank; found {local}")
     return start, whole
-
-
-def _is_split(worked: Worked) -> bool:
-    return math.prod([axis_size(axis) for axis in worked.axes]) > 1
 
 
 # the functions on this rank's tensors; names of axes mean the ambient mesh
@@ -651,14 +615,11 @@ def _argmax(worked: Worked, whole: int | None, x: torch.Tensor) -> torch.Tensor:
     if isinstance(size, int) and size == 0:
         raise SizeError(f"argmax: '{worked.name}' has no elements")
     rows = F.pad(x.detach().movedim(worked.dim, -1), (0, 1), value=-math.inf)  # there is one where this rank has none
-    places = F.pad(torch.arange(rows.shape[-1] - 1, device=x.device) + start, (0, 1), value=2**62)
-    wrong = rows.isnan()
-    with torch.autocast(x.device.type, enabled=False):  # whose list of promoting operations has stack
-        largest = torch.stack((rows.masked_fill(wrong, -math.inf).amax(-1), wrong.any(-1).to(rows.dtype)))
-    largest, has_nan = pmax(largest, worked.axes) if worked.axes else largest
-    found = torch.where((has_nan > 0).unsqueeze(-1), wrong, rows == largest.unsqueeze(-1))
-    first = torch.where(found, places, 2**62).amin(-1)
-    return pmin(first, worked.axes) if worked.axes else first
+    values, places = rows.unsqueeze(0).max(-1)  # of equal ones, and of NaNs, the first
+    places = places + start
+    if worked.axes:
+        values, places = all_gather(values, worked.axes), all_gather(places, worked.axes)
+    return places.gather(0, values.max(0, keepdim=True).indices).squeeze(0)
 
 
 def _topk(worked: Worked, whole: int | None, k: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -667,7 +628,7 @@ def _topk(worked: Worked, whole: int | None, k: int, x: torch.Tensor) -> tuple[t
         raise SizeError(f"topk: '{worked.name}' has {int(size)} elements, and k is {k}")
     values, places = x.movedim(worked.dim, -1).topk(min(k, x.shape[worked.dim]), -1)
     places = places + start
-    if _is_split(worked):  # those of a rank that has fewer than k come last
+    if worked.axes:  # those of a rank that has fewer than k come last
         missing = (0, k - values.shape[-1])
         values, places = F.pad(values, missing, value=-math.inf), F.pad(places, missing, value=2**62)
         values, places = (all_gather(each.contiguous(), worked.axes, -1) for each in (values, places))
@@ -721,7 +682,7 @@ def _cross_entropy(
     if smoothing:
         rows += [(x if weights is None else x * weights).sum(-1)]
         rows += [] if weights is None else [weights.sum(-1)]
-    total, chosen, *more = _sum(torch.stack(rows), vocabulary.axes, form.same)
+    total, chosen, *more = _sum(torch.stack(rows), vocabulary.axes, f"{form.vocabulary}")
     total = total.log()
     ignored = labels == ignore_index
     counted = (~ignored).to(x.dtype) if weights is None else more[0].masked_fill(ignored, 0.0)
@@ -733,52 +694,35 @@ def _cross_entropy(
         loss = loss + z_loss * (total + largest.squeeze(-1)).square()
     outside = ~ignored & ((labels < 0) | (labels >= size))
     loss = loss.masked_fill(ignored, 0.0) * _nan_where(outside, x.dtype)
-    if form.reduced:
-        loss = loss.sum(form.reduced)
-        if not mean:
-            loss = _sum(loss, form.sums, form.same)
-        elif form.kept:
-            counted = _sum(counted.sum(form.reduced), (*form.sums, *form.kept))
-            loss = _sum(loss, form.sums, form.same) / counted
-        else:  # both in one collective
-            loss, counted = _sum(torch.stack((loss, counted.sum(form.reduced))), form.sums, form.same)
-            loss = loss / counted
-    summed = (*form.sums, *vocabulary.axes)
-    return _same(loss, tuple([axis for axis in form.same if axis not in summed])).to(logits.dtype)
+    both = torch.stack((loss, counted))
+    both = both.sum(form.reduced) if form.reduced else both
+    loss, counted = _sum(both, form.sums, f"{form.others}")
+    if mean:
+        loss = loss / _sum(counted, form.kept)
+    return loss.to(logits.dtype)
 
 
 def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The elements of the last dim by index; 0 where this rank doesn't have them."""
     size = x.shape[-1]
-    if size == 0:
-        return x.sum(-1)
-    found = x.gather(-1, index.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1)
+    x = x if size else x.sum(-1, keepdim=True)
+    found = x.gather(-1, index.clamp(0, max(size, 1) - 1).unsqueeze(-1)).squeeze(-1)
     return torch.where((index >= 0) & (index < size), found, 0.0)
 
 
 def _embedding(
     rows: Worked, whole: int | None, padding: int | None, ids: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    if not table.is_floating_point() or table.dtype.itemsize < 2:
-        raise ShardingError(
-            f"embedding: a row outside of a table of {table.dtype} can't be made NaN; use floats of 16 bits or more"
-        )
     start, every = _part(rows, table, whole)
-    table = table.movedim(rows.dim, 0)
-    ids = ids.long()
-    index = ids.clamp(min=0).clamp(max=every - 1) - start
-    size = table.shape[0]
-    here = ((index >= 0) & (index < size)).view([*ids.shape, *[1] * (table.ndim - 1)])
-    outside = ((ids < 0) | (ids >= every)).view(here.shape)
-    if size == 0:
-        found = table.sum(0).expand([*ids.shape, *table.shape[1:]])
-    else:
-        found = torch.where(here, table[index.clamp(0, size - 1)], 0.0)
+    table, ids = table.movedim(rows.dim, 0), ids.long()
+    size, index = table.shape[0], ids.clamp(min=0).clamp(max=every - 1) - start
+    columns = [*ids.shape, *[1] * (table.ndim - 1)]
+    here, outside = ((index >= 0) & (index < size)).view(columns), ((ids < 0) | (ids >= every)).view(columns)
+    table = table if size else table.sum(0, keepdim=True)
+    found = torch.where(here, table[index.clamp(0, max(size, 1) - 1)], 0.0)
     if padding is not None:
-        if not isinstance(every, torch.Tensor):
-            checked_padding(padding, every)
-        is_padding = ids == (padding if padding >= 0 else padding + every)
-        found = torch.where(is_padding.view(here.shape), found.detach(), found)
+        row = padding if isinstance(every, torch.Tensor) else checked_padding(padding, every)
+        found = torch.where((ids == row % every).view(columns), found.detach(), found)
     return found * _nan_where(outside, table.dtype)
 
 
@@ -791,12 +735,11 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in _HALVES else x
 
 
-def _sum(x: torch.Tensor, axes: Axes, same: Axes = ()) -> torch.Tensor:
-    """The sum over axes. Over those that are `same` its gradient is whole on every rank, so backward sends nothing."""
-    whole, parts = ([axis for axis in axes if (axis in same) is wanted] for wanted in (True, False))
-    x = psum(x, tuple(parts)) if parts else x
-    place = f"({' '.join(whole)})"
-    return rearrange(x, f"... | sum@{place} -> ... | same@{place}") if whole else x
+def _sum(x: torch.Tensor, axes: Axes, expression: str = "") -> torch.Tensor:
+    """The sum over axes; by an expression, where it leaves something pending or the same."""
+    if expression:
+        return rearrange(x, expression)
+    return psum(x, axes) if axes else x
 
 
 def _below_largest(form: _Form, x: torch.Tensor) -> torch.Tensor:
@@ -829,11 +772,3 @@ def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
     """A parameter with the dims that are worked over, as it multiplies `x`."""
     dims = [dim % x.ndim for dim in form.dims]
     return parameter.view([x.shape[dim] if dim in dims else 1 for dim in range(x.ndim)])
-
-
-def _same(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """`x`, whose gradient is whole and the same on all ranks of these axes: each takes its part of it."""
-    if not axes:
-        return x
-    ranks = math.prod([axis_size(axis) for axis in axes])
-    return linear(lambda x: x.view_as(x), lambda g: g / ranks, x)

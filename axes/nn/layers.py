@@ -18,28 +18,26 @@ tensors. Where a region works on shards of a name, the expression says so with a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError
-from axes.algebra.sizes import given_sizes
+from axes.algebra.errors import ShardingError, SizeError
 from axes.extension import read, shown
 from axes.nn.annotations import annotate
 from axes.nn.functions import (
     Over,
-    checked_eps,
     checked_padding,
-    dims_to_work_over,
+    dims_worked_over,
     embedding,
     layer_norm,
     rms_norm,
     rows_of_table,
     three_specs,
 )
-from axes.nn.options import flag
+from axes.nn.options import checked_sizes
 from axes.ops.einops_ops import einsum
 
 
@@ -48,19 +46,14 @@ class Named(torch.nn.Module):
 
     def __init__(self, text: str, sizes: Mapping[str, int]):
         super().__init__()
-        self.text, self.sizes = text, given_sizes(sizes, None)
+        self.text, self.sizes = text, checked_sizes(sizes)
 
     def parameter(self, spec: Any, device: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
         """A parameter of these dims, without values."""
         factors = [
             [f.size or 1 if f.name is None else self.size(f.name, spec) for f in dim.factors] for dim in spec.dims
         ]
-        shape = list(map(math.prod, factors))
-        try:
-            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        except Exception as error:  # torch raises many kinds, also for devices that this machine hasn't
-            what = f"a parameter {shape} with device={shown(device)} and dtype={shown(dtype)}"
-            raise ShardingError(f"{what}: {str(error).partition(chr(10))[0][:200]}") from None
+        return torch.nn.Parameter(torch.empty(list(map(math.prod, factors)), device=device, dtype=dtype))
 
     def size(self, name: str, spec: Any) -> int:
         """The size of a name, by keyword or inline."""
@@ -135,9 +128,8 @@ class Embedding(Named):
         super().__init__(expression, sizes)
         self.weight = self.parameter(table, device, dtype)
         self.rows = rows_of_table(expression)
-        self.padding_idx = checked_padding(padding_idx, self.weight.shape[self.rows])
-        rows = read(str(table.dims[self.rows])).spec
-        self.split = _split_sizes(rows, self.sizes)
+        self.padding_idx = None if padding_idx is None else checked_padding(padding_idx, self.weight.shape[self.rows])
+        self.whole = _sizes_of(_names(read(str(table.dims[self.rows])).spec), self.sizes)
         self.named(weight=table)
 
     @classmethod
@@ -157,15 +149,10 @@ class Embedding(Named):
         for option, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             if getattr(module, option) != off:
                 raise ShardingError(f"axes.nn.Embedding has no {option}; found {option}={getattr(module, option)}")
-        rows_of_table(expression)  # each dim of the table has a name, or this is an error
         _, table, _ = three_specs("Embedding", expression, "ids, table -> rows")
         weight, names = module.weight, [str(dim.factors[0].name) for dim in table.dims]
         sizes = dict(zip(names, weight.shape, strict=False))
         made = cls(expression, padding_idx=module.padding_idx, device="meta", dtype=weight.dtype, **sizes)
-        if made.weight.shape != weight.shape:
-            raise SizeError(
-                f"the table of '{expression}' is {list(made.weight.shape)}, the module's {list(weight.shape)}"
-            )
         made.weight = weight
         return made.train(module.training)
 
@@ -178,7 +165,7 @@ class Embedding(Named):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of these indices."""
-        return embedding(ids, self.weight, self.text, None, self.padding_idx, **self.split)
+        return embedding(ids, self.weight, self.text, None, self.padding_idx, **self.whole)
 
     def extra_repr(self) -> str:
         """The expression, the sizes and the padding."""
@@ -200,9 +187,8 @@ class RMSNorm(Named):
         **sizes: int,
     ):
         super().__init__(spec, sizes)
-        checked_eps(eps)
-        self.over, self.eps, own = over, eps, _dims_over(spec, over)
-        self.weight, self.split = self.parameter(own, device, dtype), _split_sizes(own, self.sizes)
+        self.over, self.eps, own = over, eps, read(dims_worked_over(spec, over)).spec
+        self.weight, self.whole = self.parameter(own, device, dtype), _sizes_of(_names(own), self.sizes)
         self.named(weight=own)
 
     def reset_parameters(self) -> None:
@@ -211,7 +197,7 @@ class RMSNorm(Named):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` over the root of its mean square, times the weight."""
-        return rms_norm(x, self.text, self.over, self.weight, self.eps, None, **self.split)
+        return rms_norm(x, self.text, self.over, self.weight, self.eps, None, **self.whole)
 
 
 class LayerNorm(Named):
@@ -230,10 +216,9 @@ class LayerNorm(Named):
         **sizes: int,
     ):
         super().__init__(spec, sizes)
-        checked_eps(eps)
-        self.over, self.eps, own = over, eps, _dims_over(spec, over)
-        self.weight, self.split = self.parameter(own, device, dtype), _split_sizes(own, self.sizes)
-        self.bias = self.parameter(own, device, dtype) if flag("LayerNorm: bias", bias) else None
+        self.over, self.eps, own = over, eps, read(dims_worked_over(spec, over)).spec
+        self.weight, self.whole = self.parameter(own, device, dtype), _sizes_of(_names(own), self.sizes)
+        self.bias = self.parameter(own, device, dtype) if bias else None
         self.named(weight=own, **({"bias": own} if bias else {}))
 
     def reset_parameters(self) -> None:
@@ -244,7 +229,7 @@ class LayerNorm(Named):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` with mean 0 and variance 1, times the weight, plus the bias."""
-        return layer_norm(x, self.text, self.over, self.weight, self.bias, self.eps, None, **self.split)
+        return layer_norm(x, self.text, self.over, self.weight, self.bias, self.eps, None, **self.whole)
 
 
 # expressions
@@ -254,22 +239,8 @@ def _names(spec: Any) -> set[str]:
     return {factor.name for dim in spec.dims for factor in dim.factors if factor.name not in (None, "_", "...")}  # type: ignore[misc]
 
 
-def _dims_over(text: str, over: Over) -> Any:
-    """The dims of a spec that a norm is over."""
-    names, spec = dims_to_work_over(over), read(text).spec
-    for name in names:
-        if name not in _names(spec):
-            known = ", ".join(sorted(_names(spec)))
-            found = f"found {shown(name)}; known: {known}"
-            raise ExpressionError(f"a norm is over dims of the spec by name; {found}", text)
-    own = [dim for dim in spec.dims if any(factor.name in names for factor in dim.factors)]
-    return read(" ".join(map(str, own))).spec
-
-
-def _split_sizes(spec: Any, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the names that carry an `@`, which are whole."""
-    split = [str(factor.name) for dim in spec.dims for factor in dim.factors if factor.place or dim.place]
-    return {name: sizes[name] for name in split if name in sizes}
+def _sizes_of(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    return {name: sizes[name] for name in names if name in sizes}
 
 
 def _without_places(spec: Any, sizes: Mapping[str, int]) -> str:

@@ -32,6 +32,5 @@ def fill(x: torch.Tensor, whole: Any) -> None:
     with torch.no_grad():
         for box in boxes(x):
             if 0 not in box.sizes:
-                where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                box.within(shard).copy_(whole[where])
+                box.within(shard).copy_(box.of(whole))
     written([x])

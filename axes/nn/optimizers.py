@@ -30,8 +30,6 @@ from axes.algebra.errors import ShardingError
 from axes.extension import dense, dtensor, shown
 from axes.extension import local as local_tensor
 from axes.nn.clip_grad_norm import settled_gradient
-from axes.nn.options import flag
-from axes.runtime import torch_private
 
 Parameters = Iterable[Any]
 """As torch's optimizers take them: tensors, pairs of a name and a tensor, or dicts of groups with options."""
@@ -88,10 +86,8 @@ def local_optimizer(
         raise ShardingError(
             f"axes.nn.local_optimizer takes a class of optimizers, such as torch.optim.AdamW; found {shown(optimizer)}"
         )
-    if elementwise is not None:
-        flag("axes.nn.local_optimizer: options go by name, like lr=0.001; elementwise", elementwise)
-    if not (optimizer in ELEMENTWISE if elementwise is None else elementwise):
-        said = "isn't known to step" if elementwise is None else "is said, by elementwise=False, not to step"
+    if not (optimizer in ELEMENTWISE if elementwise is None else elementwise is True):
+        said = "isn't known to step" if elementwise is None else f"is said, by elementwise={elementwise}, not to step"
         raise ShardingError(
             f"axes.nn.local_optimizer: {optimizer.__name__} {said} each element by its own history. Where "
             "it does, pass elementwise=True; where a step needs more than an element, as a norm, use the optimizer "
@@ -134,14 +130,6 @@ class LocalSteps(optim.Optimizer):
     param_groups: list[dict[str, Any]]
     state: defaultdict[torch.Tensor, State]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimizers do; `ShardingError` for options that can't be."""
-        if isinstance(param_group, dict):
-            if "params" not in param_group:
-                raise ShardingError(f"a group of parameters is a dict with 'params'; found {shown(param_group)}")
-            _check_options(param_group)
-        super().add_param_group(param_group)
-
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step all parameters that have a gradient, as the ordinary class does, and give what that gives."""
         if closure is not None:
@@ -156,8 +144,6 @@ class LocalSteps(optim.Optimizer):
         sharded = [p for p in local if isinstance(p, DTensor)]
         gradients = [settled_gradient(p) for p in sharded]
         state = {local[p]: _local_state(p, kept[p]) if isinstance(p, DTensor) else kept[p] for p in local if p in kept}
-        written = {p: [local[p], *state.get(local[p], {}).values()] for p in sharded}
-        before = {p: _versions(every) for p, every in written.items()}
         given = [_given(local[p], gradient) for p, gradient in zip(sharded, gradients, strict=True)]
         self.state = defaultdict(dict, state)
         for group, every in zip(groups, wholes, strict=True):
@@ -176,8 +162,8 @@ class LocalSteps(optim.Optimizer):
                 if x is not gradient:
                     p.grad = None if x is None else dtensor(x, p)
             # torch's fused steps count no version of what they write.
-            steps = zip(sharded, given, strict=True)
-            changed = [p for p, gradient in steps if gradient is not None or _versions(written[p]) != before[p]]
+            steps, is_known = zip(sharded, given, strict=True), self.ordinary in ELEMENTWISE
+            changed = [p for p, gradient in steps if gradient is not None or not is_known]
             states = [value for p in changed for value in kept.get(p, {}).values() if isinstance(value, DTensor)]
             torch.autograd.graph.increment_version([*changed, *states])
             self._keep(local, made)
@@ -197,16 +183,6 @@ class LocalSteps(optim.Optimizer):
                 "step on shards has; use the optimizer itself on DTensors, or on whole tensors"
             )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's optimizers do."""
-        if set_to_none:
-            super().zero_grad()
-            return
-        for gradient in [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]:
-            gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
-            local_tensor(gradient).zero_()
-            torch.autograd.graph.increment_version([gradient])
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _blank, (self.ordinary,), self.__getstate__()  # the class was made here, and has no name to import
 
@@ -224,10 +200,6 @@ def _given(local: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor |
             local.grad_dtype = gradient.dtype  # torch else refuses a gradient of another dtype
         local.grad = gradient
     return gradient
-
-
-def _versions(values: Iterable[Any]) -> list[int]:
-    return [torch_private.version_of(x) for x in values if isinstance(x, torch.Tensor)]
 
 
 def _local_state(parameter: DTensor, state: State) -> State:

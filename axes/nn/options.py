@@ -1,13 +1,13 @@
-"""Checks of options: numbers and flags."""
+"""Checks of options."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from axes.algebra.errors import ShardingError
-from axes.algebra.sizes import whole_number
+from axes.algebra.errors import ShardingError, SizeError
 from axes.extension import shown
 
 
@@ -17,15 +17,20 @@ def number(what: str, value: Any, least: float, most: float = math.inf, whole: b
     >>> number("k is a whole number from 1", 5, least=1, whole=True)
     5
     """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    found: Any = whole_number(value) if whole else value if is_number else None
-    if found is None or not least <= found <= most:
+    kind = numbers.Integral if whole else numbers.Real
+    if not isinstance(value, kind) or isinstance(value, bool) or not least <= value <= most:  # type: ignore[operator]
         raise ShardingError(f"{what}; found {shown(value)}")
-    return found
-
-
-def flag(what: str, value: object) -> bool:
-    """True or False; `ShardingError` for anything else."""
-    if not isinstance(value, bool):
-        raise ShardingError(f"{what} is True or False; found {shown(value)}")
     return value
+
+
+def checked_sizes(
+    sizes: Mapping[str, int], known: Collection[str] | None = None, where: str = "the expression"
+) -> dict[str, int]:
+    """Sizes of names; `SizeError` for what is no whole number from 1, or no name of those that may have one."""
+    for name, size in sizes.items():
+        if known is not None and name not in known:
+            near = ", ".join(known)
+            raise SizeError(f"a size is given for '{name}', which is no option and isn't in {where}; known: {near}")
+        if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:  # type: ignore[redundant-expr]
+            raise SizeError(f"the size of '{name}' is a whole number from 1; found {shown(size)}")
+    return dict(sizes)

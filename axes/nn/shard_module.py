@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,12 +21,11 @@ from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import given_sizes
-from axes.extension import dtensor, read, shown
+from axes.extension import dtensor, read
 from axes.nn.annotations import annotated, checked_specs
 from axes.nn.deferred import made_by_initializers
 from axes.nn.module_tensors import by_tensor, fill, tensors_of
-from axes.nn.options import flag
+from axes.nn.options import checked_sizes
 from axes.ops.collectives import all_gather
 from axes.ops.module_regions import note_sharded
 from axes.runtime.leaves import resolving
@@ -49,14 +48,6 @@ class _Placed:
     tensor: torch.Tensor
     logical: str
     sharding: Sharding
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return self.sharding.local_shape(tuple(self.tensor.shape))
-
-    @property
-    def local_bytes(self) -> int:
-        return math.prod(self.local_shape) * self.tensor.itemsize
 
 
 def shard_module(
@@ -99,14 +90,14 @@ def shard_module(
         raise ShardingError(f"axes.shard_module takes a module; found {type(module).__name__}")
     meshes = _meshes(mesh)
     rules = ambient_rules() if rules is None else checked_rules(rules, "axes.shard_module")
-    given = given_sizes(keywords, sizes)
+    given = {**keywords, **(sizes or {})}
     specs = {} if specs is None else checked_specs("specs map patterns of names to specs", specs, "{'*.weight': 'f d'}")
-    for each in () if flag("dry_run", dry_run) else meshes.values():
-        each._bound("axes.shard_module")
     entries = _entries(module, specs, meshes, rules, given)
     if dry_run:
-        print(_table(entries, meshes, rules))
+        print(_table(entries, meshes))
         return module
+    for each in meshes.values():
+        each._bound("axes.shard_module")
     deferred: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
     for entry in entries:
@@ -129,13 +120,8 @@ def shard_module(
 
 def _meshes(mesh: Mesh | Mapping[str, Mesh] | None) -> dict[str, Mesh]:
     """The mesh of each pattern of names; one mesh is that of all names."""
-    if not isinstance(mesh, Mapping):
-        return {_OTHERS: required_mesh(mesh, "axes.shard_module")}
-    if not mesh:
-        raise ShardingError("axes.shard_module: mesh={} names no mesh; write a mesh, or {'*': mesh}")
-    if not all(isinstance(pattern, str) for pattern in mesh):
-        raise ShardingError(f"axes.shard_module: mesh maps patterns of names to meshes; found {shown(mesh)}")
-    return {pattern: required_mesh(each, "axes.shard_module") for pattern, each in mesh.items()}
+    meshes = mesh if isinstance(mesh, Mapping) else {_OTHERS: mesh}
+    return {pattern: required_mesh(each, "axes.shard_module") for pattern, each in meshes.items()}
 
 
 def _seeds(meshes: Iterable[Mesh]) -> dict[Mesh, int]:
@@ -158,7 +144,10 @@ def _entries(
 ) -> list[_Placed]:
     """Every tensor of the module with what is said of it."""
     annotations, named = annotated(module), tensors_of(module)
-    every = [*(name for name, _ in named), *_names_of_nothing(module)]
+    # A pattern may be of a parameter that the module has registered as None.
+    places = ((path, each._parameters | each._buffers) for path, each in module.named_modules())
+    nothing = [f"{path}.{name}".lstrip(".") for path, own in places for name, x in own.items() if x is None]
+    every = [*(name for name, _ in named), *nothing]
     spec_of, mesh_of = _firsts(specs, every), _firsts(meshes, every)
     parameters = {id(p) for p in module.parameters()}
     found, uncovered, without_mesh = [], "", ""
@@ -179,7 +168,7 @@ def _entries(
         uncovered += "" if said else described
         without_mesh += "" if homes else described
         if said and homes:
-            found.append(_placed(module, names, tensor, said, homes, rules, sizes))
+            found.append(_placed(names, tensor, said, homes, rules, sizes))
     if without_mesh:
         raise ShardingError(
             f"no pattern of mesh= is about\n{without_mesh}name them, or say where all others are: {{..., '*': mesh}}"
@@ -204,7 +193,7 @@ def _entries(
                 f"the rule {rule} is strict, and about no dim of a parameter; found {', '.join(names_of_dims)}. Rules "
                 "for activations are a table of their own"
             )
-    given_sizes(sizes, None, (), names_of_dims, "any spec")
+    checked_sizes(sizes, names_of_dims, "any spec")
     return found
 
 
@@ -215,20 +204,11 @@ def _firsts(patterns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     return {name: listed[found.lastindex - 1] for name in names if (found := table.match(name)) and found.lastindex}
 
 
-def _names_of_nothing(module: torch.nn.Module) -> Iterator[str]:
-    """The names under which modules have registered None in a parameter's or a buffer's place."""
-    for path, each in module.named_modules():
-        for name, tensor in (*each._parameters.items(), *each._buffers.items()):
-            if tensor is None:
-                yield f"{path}.{name}" if path else name
-
-
 def _names(spec: str) -> set[str]:
     return {factor.name for dim in read(spec).spec.dims for factor in dim.factors if factor.name is not None}
 
 
 def _placed(
-    module: torch.nn.Module,
     names: Sequence[str],
     tensor: torch.Tensor,
     said: Mapping[str, tuple[str, str]],
@@ -252,13 +232,7 @@ def _placed(
         except AxesError as error:
             if len(error.args) != 1:
                 raise
-            wide = ""
-            if any(mark in pattern for mark in "*?["):
-                owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
-                wide = (
-                    f"\n{name} is of {owner}, and '{pattern}' is about it; if that is too wide, put '{name}' before it"
-                )
-            raise type(error)(f"{name} {list(shape)}, '{spec}': {error}{wide}") from None
+            raise type(error)(f"{name} {list(shape)}, '{spec}' ({pattern}): {error}") from None
         found.append(_Placed(tuple(names), tensor, spec, sharding))
     if not all(each.sharding.is_equivalent(found[0].sharding, shape) for each in found):
         each = "\n".join(f"  {name}  {spec}    ({pattern})" for name, (spec, pattern) in said.items())
@@ -269,9 +243,9 @@ def _placed(
 def _made(entry: _Placed) -> torch.Tensor:
     """The DTensor of an entry: its shards' values, or memory for them."""
     tensor, sharding = entry.tensor, entry.sharding
-    local_shape = entry.local_shape if sharding.mesh.coordinate is not None else (0,)
-    shard = torch.empty(local_shape, dtype=tensor.dtype, device=sharding.mesh.device_mesh.device_type)
-    made = dtensor(shard, sharding, tuple(tensor.shape))
+    shape, is_member = tuple(tensor.shape), sharding.mesh.coordinate is not None
+    device_type, local_shape = sharding.mesh.device_mesh.device_type, sharding.local_shape(shape) if is_member else (0,)
+    made = dtensor(torch.empty(local_shape, dtype=tensor.dtype, device=device_type), sharding, shape)
     if not tensor.is_meta:
         fill(made, tensor.detach())
     if not isinstance(tensor, torch.nn.Parameter):
@@ -281,21 +255,16 @@ def _made(entry: _Placed) -> torch.Tensor:
     return resolving(parameter)  # type: ignore[arg-type]
 
 
-def _table(entries: Sequence[_Placed], meshes: Mapping[str, Mesh], rules: Rules | None) -> str:
-    """Names, specs, shapes and bytes on this rank, and what the rules passed over."""
+def _table(entries: Sequence[_Placed], meshes: Mapping[str, Mesh]) -> str:
+    """Names, specs, shapes and bytes on this rank."""
     on = ", ".join(map(repr, dict.fromkeys(meshes.values())))
-    heads = ("parameter", "spec", f"on {on}", "local shape", "bytes")
-    rows = [heads]
+    rows, total = [("parameter", "spec", f"on {on}", "local shape", "bytes")], 0
     for entry in entries:
-        name = " = ".join(entry.names)
-        shape = "x".join(map(str, entry.local_shape)) or "()"
-        rows.append((name, entry.logical, entry.sharding.spec, shape, f"{entry.local_bytes:,}"))
-    rows.append(("total", "", "", "", f"{sum(entry.local_bytes for entry in entries):,}"))
+        shape = entry.sharding.local_shape(tuple(entry.tensor.shape))
+        size = math.prod(shape) * entry.tensor.itemsize
+        total += size
+        texts = " = ".join(entry.names), entry.logical, entry.sharding.spec, "x".join(map(str, shape)) or "()"
+        rows.append((*texts, f"{size:,}"))
+    rows.append(("total", "", "", "", f"{total:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([*map(str.ljust, row[:-1], widths[:-1]), row[-1].rjust(widths[-1])]).rstrip() for row in rows]
-    if rules is not None:
-        logical = {name for entry in entries for name in _names(entry.logical)}
-        idle = [str(rule) for rule in rules.rules if rule.name not in logical and rule.name != _WHOLE]
-        if idle:
-            lines.append(f"rules that no parameter uses: {', '.join(idle)}")
-    return "\n".join(lines)
+    return "\n".join("  ".join([*map(str.ljust, row[:-1], widths), row[-1].rjust(widths[-1])]) for row in rows)

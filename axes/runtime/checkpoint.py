@@ -46,6 +46,10 @@ class Box(NamedTuple):
         """The part of a shard, as a view."""
         return shard[_slices(self.start, self.sizes)]
 
+    def of(self, whole: Any) -> Any:
+        """The same part of the whole tensor, or of a file's."""
+        return whole[_slices(self.offsets, self.sizes)]
+
 
 def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
     """The boxes of this rank's shard; None where torch knows them itself, which it does of one box of an even dim.
@@ -177,7 +181,7 @@ def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
         local = torch.empty_like(local, device=whole.device)
     filled = torch_private.dtensor(local, torch_private.spec_of(x)) if x.is_meta else x
     for box in boxes:
-        box.within(local).copy_(whole.detach()[_slices(box.offsets, box.sizes)])
+        box.within(local).copy_(box.of(whole.detach()))
     count_writes([filled])
     return filled
 
