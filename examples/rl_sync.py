@@ -176,8 +176,10 @@ def generator(options: Options, port: int) -> None:
             for _ in range(options.length):
                 scores.append(scores_of(model, text[:, -options.sequence :], mesh))
                 text = torch.cat([text, scores[-1].argmax(-1, keepdim=True)], dim=1)
+            specs = {"text": "prompt@dp byte", "scores": "prompt@dp step byte"}
             found = {"text": text, "scores": torch.stack(scores, dim=1)}
-            link.send(found, {"text": "prompt@dp byte", "scores": "prompt@dp step byte"}, to="trainer")
+            parts = {name: axes.from_local(x, specs[name], mesh=mesh) for name, x in found.items()}  # of any size
+            link.send(parts, specs, to="trainer")
 
 
 def main(arguments: list[str] | None = None) -> int:

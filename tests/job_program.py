@@ -102,6 +102,7 @@ class JobRank:
         back: bool = False,
         other: str = "",
         only: str = "",
+        without: str = "",
         specs: dict[str, str] | None = None,
         said: dict[str, str] | None = None,
         shapes: dict[str, tuple[int, ...]] | None = None,
@@ -113,7 +114,7 @@ class JobRank:
         old = {name: values(name, turn if sends else -1) for name in lies if name in SHAPES}
         old |= {name: torch.zeros(shape) for name, shape in (shapes or {}).items()}
         old |= {name: old[name].to(getattr(torch, dtype)) for name, dtype in (dtypes or {}).items()}
-        tensors = {name: axes.shard(x, lies[name], mesh=self.mesh) for name, x in old.items()}
+        tensors = {name: axes.shard(x, lies[name], mesh=self.mesh) for name, x in old.items() if name != without}
         try:
             with torch.no_grad():
                 if sends:

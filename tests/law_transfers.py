@@ -33,11 +33,6 @@ class Group:
     dtype: torch.dtype = torch.float32
     to: torch.dtype = torch.float32
 
-    @property
-    def tied(self) -> bool:
-        """Whether several targets are the same elements."""
-        return len({text for _, text in self.targets.values()}) < len(self.targets)
-
 
 def side(d: Draw, number: int) -> Side:
     """A mesh of a side: of all ranks, of others, or the part of a mesh that some rank is in."""
@@ -148,9 +143,6 @@ def transfers(d: Draw) -> None:
             forms[name] = forms.get(name) or d.forms(shape)
             lies[which][name] = one, d.spec(one[0], forms[name], indivisible=0.0)
             d.note(one[0], lies[which][name][1], shape)
-    for each in groups:
-        if each.tied and d.chance(0.6):
-            lies[1] |= dict.fromkeys(each.targets, lies[1][next(iter(each.targets))])
     specs = [{name: spec for name, (_, spec) in ends.items()} for ends in lies]
     meshes = ["{" + ", ".join(f"{name!r}: {one[2]}" for name, (one, _) in ends.items()) + "}" for ends in lies]
     large = any(math.prod(shape) > 10**4 for shape in shapes[0].values())
@@ -161,10 +153,9 @@ def transfers(d: Draw) -> None:
     if dtypes := {name: dtype_text(each.to) for each in groups for name in each.targets if each.to != each.dtype}:
         how += f", dtype={dtypes}"
     p.do(f"move = axes.transfer({specs[0]}, {specs[1]}, {meshes[0]}, {meshes[1]}, W, {how})")
-    if all(not each.tied or len({lies[1][name] for name in each.targets}) == 1 for each in groups):
-        received = [sum(wanted(each, lies, rank) for each in groups) for rank in range(d.ranks)]
-        p.do(f"assert [sum(s.bytes_in for s in move.at(base() + r).steps) for r in range({d.ranks})] == {received}")
-        p.do(f"assert (move.lower_bound, move.bytes_in) == ({sum(received)}, {max(received)})")
+    received = [sum(wanted(each, lies, rank) for each in groups) for rank in range(d.ranks)]
+    p.do(f"assert [sum(s.bytes_in for s in move.at(base() + r).steps) for r in range({d.ranks})] == {received}")
+    p.do(f"assert (move.lower_bound, move.bytes_in) == ({sum(received)}, {max(received)})")
     for name, ((grid, g, m, part), spec) in lies[0].items():
         layout, plain = random.choice(LAYOUTS), d.chance(0.5)
         if plain or part or grid.here is None or refusal(grid, spec, shapes[0][name]) is not None:
@@ -189,7 +180,8 @@ def transfers(d: Draw) -> None:
     for name in [name for each in groups if each.targets for name in each.sources]:
         (_, g, *_), spec = lies[0][name]
         p.do(f"if {g}.here is not None: check(z[{name!r}], W[{name!r}], {g}, {spec!r})")
-    p.do("assert move.inverse.inverse.lower_bound == move.lower_bound")
+    if all(len({text for _, text in each.targets.values()}) == len(each.targets) for each in groups):
+        p.do("assert move.inverse.inverse.lower_bound == move.lower_bound")
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -197,14 +189,14 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def wanted(each: Group, lies: Sequence[dict[str, End]], rank: int) -> int:
-    """The bytes that a rank of the island wants and hasn't, by which elements it holds. What is tied counts once."""
+    """The bytes that a rank of the island wants and hasn't, by which elements it holds."""
     labels, begin = dict[str, torch.Tensor](), 0
     for name, shape in each.sources.items():
         labels[name] = torch.arange(begin, begin + math.prod(shape)).reshape(shape)
         begin += math.prod(shape)
     has = np.concatenate([held(labels[name], lies[0][name], rank) for name in each.sources])
     found = 0
-    for name, (_, text) in list(each.targets.items())[: 1 if each.tied else None]:
+    for name, (_, text) in each.targets.items():
         wants = held(eval(text, {"W": labels, "torch": torch}), lies[1][name], rank)
         found += int((~np.isin(wants, has)).sum()) * each.to.itemsize
     return found

@@ -189,7 +189,6 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
             "Exchange",
             "GroupExchange",
             "GroupSide",
-            "Message",
             "Pieces",
             "group_between",
             "pieces_of",
@@ -221,10 +220,8 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.runtime.communicator": {"communicator"},
         "axes.runtime.groups": {"abort_group_of", "as_timeout", "current_world", "group_of", "of_world"},
         "axes.runtime.operation": {"heard"},
-        "axes.runtime.packing": {"Lattice", "Part", "Shape", "arranged", "elements_of"},
-        "axes.runtime.programs": {"name_of"},
-        "axes.runtime.torch_placements": {"sharding_of_spec"},
-        "axes.runtime.transforms": {"check_dense", "is_dense"},
+        "axes.runtime.packing": {"Grid", "Part", "Shape", "arranged", "elements_of"},
+        "axes.runtime.transforms": {"is_dense"},
     },
 }
 """What packages around the core import beside public names of `axes` and those of `axes.extension`. It only gets shorter."""

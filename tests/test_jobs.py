@@ -119,8 +119,9 @@ FAULTS = [
     ("generator", 0, "SIGKILL", "bytes"),
     ("generator", 0, "late", 0),
     ("trainer", 1, "late", "bytes"),
+    ("trainer", 1, "SIGKILL", 0),
 ]
-FAST = (("trainer", 0, "SIGKILL", 1), ("generator", 1, "SIGSTOP", "bytes"))
+FAST = (("trainer", 1, "SIGKILL", 0), ("trainer", 0, "SIGKILL", 1), ("generator", 1, "SIGSTOP", "bytes"))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_fault_is_an_error_that_names_it_and_the_next_transfer_works(jobs: Job
         if job == name:
             continue
         assert kind == "DesyncError", (job, rank, kind, text)
-        assert f"'{name}'" in text, text  # the job; its rank where it isn't the one that the others meet
+        assert (f"rank {victim} " if victim else f"'{name}'") in text, text
         assert seconds < 3 * LIMIT, (seconds, text)
         assert job == "generator" or "whole on rank" not in text, "who sends gets nothing"
         found = re.search(r"whole on rank \d of '\w+': (.*); not whole: (.*)", text)
@@ -156,7 +157,10 @@ def test_a_fault_is_an_error_that_names_it_and_the_next_transfer_works(jobs: Job
 TEXTS = {
     "a shape": ({"shapes": {"a": (6, 10)}}, ("generator", None), "ShardingError", "'a' has other shapes"),
     "a dtype": ({"dtypes": {"a": "int64"}}, ("generator", None), "ShardingError", "int64 in 'generator'"),
-    "a name": ({"specs": {"z": "d"}, "shapes": {"z": (3,)}}, ("trainer", None), "ShardingError", "'trainer' has 'z', 'generator' hasn't"),
+    "a name": ({"specs": {"z": "d"}, "shapes": {"z": (3,)}}, ("trainer", None), "ShardingError", "targets lack 'z'"),
+    "a tensor of one sender": ({"without": "a"}, ("trainer", 1), "ShardingError|DesyncError", r"'a' is on rank 1 of 'trainer' a shard of shape \[3, 8\]"),
+    "a tensor of one receiver": ({"without": "c"}, ("generator", 1), "ShardingError|DesyncError", "'c' is on rank 1 of 'generator' a shard"),
+    "both send": ({"back": True}, ("generator", None), "DesyncError", "has come to the transfer from"),
     "a spec of one rank": ({"specs": {"a": "f d"}}, ("trainer", 1), "DesyncError", "other specs"),
     "a spec of one receiver": ({"specs": {"b": "d@tp"}}, ("generator", 0), "DesyncError", "other specs"),
     "an unknown axis": ({"said": {"a": "f@pp d"}}, ("generator", 1), "DesyncError|ShardingError|MeshError", "pp"),

@@ -100,16 +100,6 @@ class Lattice:
             offset += start * far
         return Grid(*_merged(modes), offset)
 
-    @property
-    def corners(self) -> tuple[Shape, Shape]:
-        """The least and the greatest index along each dim that any box has."""
-        low, high = [start for start, _ in self.first], [stop - 1 for _, stop in self.first]
-        for count, step in self.steps:
-            for at, far in enumerate(step):
-                low[at] += min(0, (count - 1) * far)
-                high[at] += max(0, (count - 1) * far)
-        return tuple(low), tuple(high)
-
 
 def arranged(parts: Sequence[Part]) -> tuple[tuple[int, Lattice], ...]:
     """The boxes as one lattice where they are one, else as one each; each with where it begins in the buffer.

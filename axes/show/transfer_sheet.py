@@ -91,7 +91,7 @@ def _facts_of(move: Transfer) -> dict[str, Any]:
         "bytes": sum(kind["bytes"] for kind in kinds),
         "received_in_all": move.lower_bound,
         "most": {"bytes_in": move.bytes_in, "bytes_out": move.bytes_out},
-        "most_by": {"bytes_in": _who(move.totals.received), "bytes_out": _who(move.totals.sent)},
+        "most_by": {"bytes_in": _who(move.totals[0]), "bytes_out": _who(move.totals[1])},
         "buckets": len(move.buckets),
         "bucket_bytes": move.bucket_bytes,
         "fingerprint": move.fingerprint,
@@ -201,7 +201,7 @@ def _between(move: Transfer, room: Room) -> Board:
         if sender == receiver:
             kept = map(view(sender).exchange, range(len(move.tensors)))
             return any(found is not None and found.copies for found in kept)
-        return sum(step.receives.get(sender, 0) for step in view(receiver).steps)
+        return sum(part.size for step in view(receiver).steps for part in step.receives.get(sender, ()))
 
     senders, receivers, partners = move.sources, move.targets, move.partners
     caption = "who sends how much to whom"

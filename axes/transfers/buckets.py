@@ -1,9 +1,8 @@
 """Buckets: which tensors of a transfer go together in one exchange.
 
 A tensor of which some rank has more than a bucket goes in several pieces: piece i of n is that part of every message
-about it. Each piece goes into the first bucket from the last of its ranks' on in which no rank would send or receive
-more than a bucket. How much that is follows from bounds that hold for every rank, so that each rank finds the same
-buckets by itself.
+about it. Pieces go into a bucket as long as no rank would send or receive more than that. How much it is follows from
+bounds that hold for every rank, so that each rank finds the same buckets by itself.
 
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("tp=2")
@@ -21,7 +20,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from axes.algebra.layout import Universe
 from axes.algebra.plan import itemsize_of
@@ -82,6 +81,10 @@ class MovedTensor:
         return *ends, self.shape, replace(self.part, offsets=(begins[0], begins[1]))
 
 
+MOST_BUCKETS = 10_000
+"""Buckets are larger than asked where there would be many more: a rank plans and carries out one by one."""
+
+
 class TensorPiece(NamedTuple):
     """A tensor in a bucket: its number among the tensors, and which of its pieces."""
 
@@ -94,46 +97,43 @@ def bucketed(
 ) -> tuple[tuple[MovedTensor, ...], tuple[tuple[TensorPiece, ...], ...]]:
     """The tensors, each in as many pieces as it needs; and buckets that no rank fills by more on either side."""
     most = functools.lru_cache(maxsize=4096)(_most)
-    found, sizes = [], []
-    for one in tensors:
-        whole = [count * one.itemsize for count in most(*one.kind)]
-        pieces = max(1, -(-max(whole) // bucket_bytes))
-        found.append(one if one.pieces == pieces else replace(one, pieces=pieces))
-        sizes.append([-(-size // pieces) for size in whole])
-    # Of ranks that are in the same universes of a side: the last bucket with a piece of theirs, and how full it is.
-    filled: dict[tuple[int, int], tuple[int, int]] = {}
+    found = list(tensors)
+    wholes = [[count * one.itemsize for count in most(*one.kind)] for one in found]
+    limit = max(bucket_bytes, sum(map(max, wholes)) // MOST_BUCKETS)
+    found = [replace(one, pieces=max(1, -(-max(whole) // limit))) for one, whole in zip(found, wholes, strict=True)]
+    some = _some_ranks([end.universe for one in found for end in (one.source, one.target)])
     buckets: list[list[TensorPiece]] = []
-    parts = _parts(one.source.universe for one in found), _parts(one.target.universe for one in found)
+    filled: dict[tuple[int, int], int] = {}
     for piece in _interleaved(found):
-        one, size = found[piece.tensor], sizes[piece.tensor]
-        ends = [(0, part) for part in parts[0][one.source.universe]]
-        ends += [(1, part) for part in parts[1][one.target.universe]]
-        last = [filled.get(end, (0, 0)) for end in ends]
-        at = max([bucket for bucket, _ in last])
-        loads = [(full if bucket == at else 0) + size[end[0]] for end, (bucket, full) in zip(ends, last, strict=True)]
-        if max(loads) > bucket_bytes:
-            at, loads = at + 1, [size[side] for side, _ in ends]
-        filled.update({end: (at, load) for end, load in zip(ends, loads, strict=True)})
-        buckets += [[] for _ in range(at + 1 - len(buckets))]
-        buckets[at].append(piece)
+        one, whole = found[piece.tensor], wholes[piece.tensor]
+        adds = {
+            (side, rank): -(-whole[side] // one.pieces)
+            for side, end in enumerate((one.source, one.target))
+            for rank in some[end.universe]
+        }
+        if not buckets or any(filled.get(end, 0) + size > limit for end, size in adds.items()):
+            buckets.append([])
+            filled = {}
+        filled.update({end: filled.get(end, 0) + size for end, size in adds.items()})
+        buckets[-1].append(piece)
     return tuple(found), tuple(map(tuple, buckets))
 
 
-def _parts(universes: Iterable[Universe]) -> dict[Universe, tuple[int, ...]]:
-    """Of which parts each universe is made. Ranks that are in the same of them are one part, here its number.
+def _some_ranks(universes: Iterable[Universe]) -> dict[Universe, list[int]]:
+    """Ranks of each universe of which any other rank is in the same universes as one of them.
 
-    >>> _parts([Universe.of([0, 1, 2]), Universe.of([2]), Universe.of([3])]).values()
-    dict_values([(0, 1), (1,), (2,)])
+    >>> _some_ranks([Universe.of([0, 1, 2]), Universe.of([2]), Universe.of([3])]).values()
+    dict_values([[1, 2], [2], [3]])
     """
     within: dict[int, list[Universe]] = {}
-    found: dict[Universe, list[int]] = {universe: [] for universe in universes}
-    for universe in found:
+    for universe in dict.fromkeys(universes):
         for rank in universe.ranks:
             within.setdefault(rank, []).append(universe)
-    for number, some in enumerate({tuple(map(id, some)): some for some in within.values()}.values()):
-        for universe in some:
-            found[universe].append(number)
-    return {universe: tuple(numbers) for universe, numbers in found.items()}
+    found: dict[Universe, list[int]] = {}
+    for rank in {tuple(map(id, several)): rank for rank, several in within.items()}.values():
+        for universe in within[rank]:
+            found.setdefault(universe, []).append(rank)
+    return found
 
 
 def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], part: LayoutPiece | None) -> tuple[int, int]:
@@ -153,22 +153,8 @@ def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], part: Layo
 def _interleaved(tensors: Sequence[MovedTensor]) -> list[TensorPiece]:
     """All pieces, those of tensors on different ranks in turn: then all ranks are busy all the time."""
     groups: dict[tuple[Universe, Universe], list[TensorPiece]] = {}
-    for number, first in enumerate(firsts(tensors)):
-        if number == first:
-            group = groups.setdefault((tensors[number].source.universe, tensors[number].target.universe), [])
-            group += [TensorPiece(number, piece) for piece in range(tensors[number].pieces)]
+    for number, one in enumerate(tensors):
+        group = groups.setdefault((one.source.universe, one.target.universe), [])
+        group += [TensorPiece(number, piece) for piece in range(one.pieces)]
     placed = [((2 * at + 1) / (2 * len(group)), each) for group in groups.values() for at, each in enumerate(group)]
     return [piece for _, piece in sorted(placed)]
-
-
-def firsts(tensors: Sequence[MovedTensor]) -> list[int]:
-    """For each tensor the number of the first that brings the same elements to the same ranks."""
-    # Shardings take long to hash, and few tensors begin where another does.
-    seen: dict[Any, list[int]] = {}
-    found = []
-    for at, one in enumerate(tensors):
-        others = seen.setdefault((one.source_name, one.part and one.part.offsets), [])
-        same = [at for at in others if (tensors[at].kind, tensors[at].dtypes) == (one.kind, one.dtypes)]
-        found.append(same[0] if same else at)
-        others.append(found[-1])
-    return found

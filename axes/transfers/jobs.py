@@ -8,11 +8,11 @@
 
 Each job runs its own `torch.distributed`, and what both reach is a store (see `rendezvous`). A call for a transfer:
 
-1. The ranks of a job compare what they call, and tell each other the shapes and dtypes of their shards.
+1. The ranks of a job compare what they call, and tell each other the whole shapes and dtypes of their tensors.
 2. The jobs meet, and each reads the other's text: for each tensor its spec, whole shape and dtype, and the axes that
    the spec names, as digits of the job's ranks.
-3. Each rank derives the plan from both texts: an `axes.transfer` over the ranks of both, numbered by job in the order
-   of the peers. All ranks compare fingerprints before the first byte.
+3. Each rank derives the plan from both texts: an `axes.transfer` over the ranks of both, numbered job after job. All
+   ranks compare fingerprints, and say whether their tensors fit, before the first byte.
 4. All ranks connect by a communicator that is no group of either job, and carry the plan out. The next transfer
    between the same jobs uses it again.
 5. All ranks say how it ended. Where one failed or says nothing, all raise.
@@ -25,19 +25,16 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import (
     AxesError,
     DesyncError,
@@ -50,22 +47,20 @@ from axes.algebra.errors import (
 )
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh, checked_mesh
-from axes.algebra.planning.exchange import pieces_of
+from axes.algebra.plan import dtype_name
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of
 from axes.algebra.specs import parsed_sharding
-from axes.extension import Operation
+from axes.extension import Operation, agree, dense, local
 from axes.runtime import torch_private
-from axes.runtime.agreement import LINGER_SECONDS, agree_at, in_time
+from axes.runtime.agreement import LINGER_SECONDS, in_time, polled
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.operation import heard
-from axes.runtime.programs import name_of
-from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import check_dense
+from axes.runtime.sharded import sharding_of
 from axes.transfers.execution import Execution
 from axes.transfers.layout_rules import LayoutRules, Table
-from axes.transfers.rendezvous import GRACE, STORE, JobCall, Pair, Rendezvous
-from axes.transfers.transfer_ends import of_tensor, on_own_ranks
+from axes.transfers.rendezvous import AT_ITS_RANKS, GRACE, RAISED, STORE, JobCall, Pair, Rendezvous, rank_of
+from axes.transfers.transfer_ends import of_tensor, read_end
 from axes.transfers.transfers import Like, Transfer, transfer
 
 _ADVICE = "All ranks of the mesh call it alike, in the same order; none has other specs"
@@ -131,47 +126,46 @@ class JobLink:
     """
 
     def __init__(self, store: dist.Store, name: str, mesh: Mesh, peers: tuple[str, ...], timeout: timedelta | None):
-        self.name, self.peers, self.mesh, self.ranks = name, peers, mesh, mesh.universe.ranks
+        self.name, self.mesh, self.ranks = name, mesh, mesh.universe.ranks
+        self.others = [peer for peer in peers if peer != name]
         self.device = torch.device(mesh.binding.device_type if mesh.binding is not None else "cpu")
-        if not dist.is_initialized() and len(self.ranks) > 1:
+        running = dist.is_initialized()
+        if not running and len(self.ranks) > 1:
             raise MeshError(
                 f"{mesh!r} has {len(self.ranks)} ranks, and torch.distributed isn't running; call axes.init_mesh"
             )
-        if dist.is_initialized() and current_world().fake:
+        if running and current_world().fake:
             raise MeshError("axes.connect needs real processes; this world is made up, by axes.simulate")
-        self.job_rank = current_world().rank if dist.is_initialized() else self.ranks[0]
+        self.job_rank = current_world().rank if running else self.ranks[0]
         position = mesh.universe.position(self.job_rank)
         if position is None:
             raise MeshError(f"rank {self.job_rank} isn't one of the ranks of {mesh!r}, which are those that connect")
-        bound = None if mesh.binding is None else current_world().timeout
-        self.timeout = timeout or bound or torch_private.usual_timeout("gloo")
+        usual = current_world().limit if running else torch_private.usual_timeout("gloo")
         self.store, self.rank, self.calls, self.closed = store, position, 0, False
+        self.timeout = timeout or usual
         self.meeting = Rendezvous(store, name, position, self.timeout)
-        self.connections: dict[str, Connection] = {}
-        self.runs: dict[tuple[str, str], Execution] = {}
+        self.connections: dict[str, tuple[str, Any]] = {}
+        """By other job the communicator of all ranks of both, with the name of the transfer that it was made for."""
+        self.runs: dict[str, Execution] = {}
         said = f"axes.connect(store, '{name}', {mesh.declaration}, peers={peers})"
-        self.meeting.join(self._told("axes.connect", said, uuid.uuid4().hex[:12])[0])
+        self.meeting.join(self._told(said, uuid.uuid4().hex[:12])[0], self.others)
 
     def __repr__(self) -> str:
-        return f"<link of '{self.name}' with {', '.join(repr(peer) for peer in self.peers if peer != self.name)}>"
+        return f"<link of '{self.name}' with {', '.join(map(repr, self.others))}>"
 
     def __enter__(self) -> JobLink:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None:
-            self.close()
-        else:
-            with contextlib.suppress(DesyncError):  # the error of the block matters more
-                self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Leave: end this rank's connections and remove the job's keys from the store. It waits for no other rank."""
         if self.closed:
             return
         self.closed = True
-        for name in list(self.connections):
-            self._disconnect(name)
+        for other in self.others:
+            self._disconnect(other)
         self.runs.clear()
         self.meeting.leave()
 
@@ -194,7 +188,7 @@ class JobLink:
         of both jobs that take part in the call. A job that finds its own mistake before the other has come waits for
         nobody; the other one is told of it when its time is up.
         """
-        self._transfer(tensors, specs, self._other(to), 0, rules)
+        self._transfer(0, to, tensors, specs, rules)
 
     def receive(
         self,
@@ -211,189 +205,135 @@ class JobLink:
         Raises as `send`. An error before the first byte says that nothing was written; a later one which tensors are
         whole on this rank. A tensor that isn't whole has old and new elements.
         """
-        self._transfer(into, specs, self._other(source), 1, None)
+        self._transfer(1, source, into, specs, None)
         return dict(into)
-
-    def _other(self, name: object) -> str:
-        others = [peer for peer in self.peers if peer != self.name]
-        if not isinstance(name, str) or name not in others:
-            near = suggestion(name, others) if isinstance(name, str) else ""
-            raise MeshError(f"a transfer is with another peer, not {shown(name)}{near}")
-        return name
 
     # one transfer
 
-    def _transfer(self, tensors: Any, specs: Any, other: str, side: int, rules: Any) -> None:
-        said = f"the transfer from '{(self.name, other)[side]}' to '{(other, self.name)[side]}'"
-        if self.closed:
-            raise MeshError(f"this link of '{self.name}' is closed; axes.connect makes another one for {said}")
+    def _transfer(self, side: int, other: str, tensors: Any, specs: Any, rules: Any) -> None:
+        if not isinstance(other, str) or other not in self.others:
+            near = suggestion(other, self.others) if isinstance(other, str) else ""
+            raise MeshError(f"a transfer is with another peer, not {shown(other)}{near}")
         self.calls += 1
-        self.meeting.note(f"is in {said}, and waits for its own ranks")
-        call = JobCall(
-            self.name, self.meeting.token, self.calls, len(self.ranks), "", self.peers.index(self.name), side
-        )
+        call = JobCall(self.name, other, f"{self.meeting.token}.{self.calls}", len(self.ranks), side)
+        if self.closed:
+            raise MeshError(f"this link of '{self.name}' is closed; axes.connect makes another one for {call.said}")
+        self.meeting.note(f"is in {call.said}, and {AT_ITS_RANKS}")
         try:
-            own, text = self._described(tensors, specs, said, side, rules)
+            with self._failing_alike():
+                own = OwnTensors(self, tensors, specs, _CALLS[side], rules)
+            call = replace(call, text=own.text(self._told(f"{call.said}, of {own.written}", own.told)))
         except AxesError as wrong:
-            if self.rank == 0:
-                with contextlib.suppress(AxesError):  # its own error matters more
-                    self.meeting.note(f"raised in {said}: {wrong}")
-                    self.meeting.meet(replace(call, error=f"{type(wrong).__name__}: {wrong}"), other, "", said)
+            self.meeting.note(f"{RAISED} {call.said}: {wrong}")
             raise
-        call = replace(call, text=_digest(text))
-        pair = heard(self._waits(other, side), self._met, call, other, text, said)
+        pair = heard(self._operation(call, f"{_CALLS[side]} waiting for '{other}'"), self._met, call)
         try:
-            self._carried_out(pair, own, text, said)
+            self._carried_out(pair, call, own)
         except AxesError:
             self._disconnect(other)
-            self.meeting.note(f"failed in {said}, and has gone on")
             raise
-        self.meeting.note(f"was last seen at the end of {said}")
 
-    def _waits(self, other: str, side: int) -> Operation:
-        """The call as a trace has it, until the other job has come."""
-        source, target = (self.name, other)[:: 1 - 2 * side]
-        kind, way = _CALLS[side], f"{source} to {target}"
-        what = f"{kind} waiting for '{other}'"
-        named = what, kind, "send and receive", way, f"link {way}", self.ranks, "", self.device.type
-        return Operation(*named, together=False)
+    def _told(self, statement: str, told: Any, more: float = 0.0) -> list[Any]:
+        """What each rank of this job tells the others, when all have come and stated the same."""
+        limit = self.timeout + timedelta(seconds=more)
+        return agree(self._subject, self.ranks, statement, told, advice=_ADVICE, timeout=limit)
 
-    def _described(self, tensors: Any, specs: Any, said: str, side: int, rules: Any) -> tuple[OwnTensors, str]:
-        """This rank's tensors, and what the job says of all of them; errors are the same on all its ranks."""
-        subject = f"call {self.calls} of the link, {said}"
+    @contextlib.contextmanager
+    def _failing_alike(self) -> Iterator[None]:
+        """The other ranks of the job, which come to `_told` instead, are told of an error in this block."""
         try:
-            own = OwnTensors(self, tensors, specs, ("send", "receive")[side], rules)
+            yield
         except AxesError as wrong:
-            self._told(subject, "", None, wrong=wrong)
+            agree(self._subject, self.ranks, wrong)
             raise
-        return own, own.text(self._told(subject, f"{said}, of {own.written}", own.told))
 
-    def _met(self, call: JobCall, other: str, text: str, said: str) -> Pair:
-        """The transfer for which the first ranks of both jobs have met: each tells its own job."""
-        subject, told = f"{said}, which rank 0 begins with '{other}'", list[Any]()
+    @property
+    def _subject(self) -> str:
+        return f"a call of the link of '{self.name}'"
+
+    def _met(self, call: JobCall) -> Pair:
+        """The pair of this call and one of the other job, which the first rank of this job meets."""
+        with self._failing_alike():
+            theirs = asdict(self.meeting.meet(call)) if self.rank == 0 else {}
+        more = self.timeout.total_seconds() + 8 * GRACE
+        told = self._told(f"{call.said}, which rank 0 begins with '{call.other}'", theirs, more)
+        return Pair.of(call, JobCall(**told[0]))
+
+    def _carried_out(self, pair: Pair, call: JobCall, own: OwnTensors) -> None:
+        """Plan from both texts, begin with all ranks of both jobs, exchange, and say how it ended."""
+        ready: Execution | AxesError
         try:
-            if self.rank == 0:
-                pair = self.meeting.meet(call, other, text, said)
-                told = [asdict(pair.source), asdict(pair.target)]
-        except DesyncError as wrong:
-            self._told(subject, "", None, wrong=wrong)
-            raise
-        source, target = (JobCall(**each) for each in self._told(subject, "", told, 8 * GRACE)[0])
-        return Pair(source, target, call.side)
-
-    def _told(
-        self, subject: str, statement: str, told: Any, more: float = 0.0, wrong: AxesError | None = None
-    ) -> list[Any]:
-        """What each rank of this job tells the others, when all have come and stated the same.
-
-        more: seconds beyond the limit. wrong: why this rank can't come, which the others are told.
-        """
-        if len(self.ranks) == 1:
-            return [json.loads(json.dumps(told))]
-        world = current_world()
-        barrier = world.barrier("link", self.ranks, f"{subject}, in '{self.name}'", _ADVICE)
-        return agree_at(world.member, barrier, wrong or statement, self.timeout + timedelta(seconds=more), told)
-
-    def _carried_out(self, pair: Pair, own: OwnTensors, text: str, said: str) -> None:
-        """Plan from both texts, begin with all ranks of both jobs, and exchange."""
-        other, rank = pair.other, pair.first((pair.source, pair.target)[pair.side]) + self.rank
-        if other.error:
-            raise DesyncError(f"'{other.name}' can't take part in {said}:\n  {other.error}\nNothing was written")
-        theirs = self.meeting.text_of(pair, said)
-        if _digest(theirs) != other.text:
-            raise DesyncError(f"'{other.name}' has given up {said}, and begun another. Nothing was written")
-        texts = (text, theirs) if pair.side == 0 else (theirs, text)
-        move: Transfer | None = None
-        wrong: AxesError | None = None
+            ready = self._ready(pair, call, own)
+        except AxesError as wrong:
+            ready = type(wrong)(f"{wrong}\n  in {call.said}")
+        held, group = self.connections.get(call.other, ("", None))
+        rank, error = pair.first[self.name] + self.rank, ""
+        # Both jobs derive the plan, and need the same version of axes.
+        plan = ready if isinstance(ready, AxesError) else f"the plan {ready.move.fingerprint} of axes {_version()}"
+        kept = self.meeting.begin(pair, rank, plan, held)
+        assert isinstance(ready, Execution), "an error is raised on all ranks"
         try:
-            firsts = pair.first(pair.source), pair.first(pair.target)
-            move = _plan(texts, firsts, (pair.source.name, pair.target.name), BUCKET_MB).at(rank)
-        except AxesError as error:
-            wrong = error
-        of = other.token, self.meeting.token
-        held = self.connections.get(other.name)
-        name = held.name if held is not None and held.of == of else ""
-        try:
-            kept = self.meeting.begin(pair, rank, "" if move is None else move.fingerprint, wrong, name, said)
-        except AxesError as error:
-            raise type(error)(f"{error}\nNothing was written") from error
-        assert move is not None, "all have the same plan"
-        self._exchanged(pair, own, move, kept, said)
-
-    def _exchanged(self, pair: Pair, own: OwnTensors, move: Transfer, kept: bool, said: str) -> None:
-        """Carry the plan out, over the connection that all ranks have `kept` or a new one; and say how it ended."""
-        key, error = (pair.source.name, pair.target.name), ""
-        run = self.runs.get(key)
-        if run is None or (run.move.fingerprint, run.move.rank) != (move.fingerprint, move.rank):
-            run = self.runs[key] = Execution(move, range(pair.size), self.device)
-        run.arrived = -1
-        try:
-            if not kept:
-                self._connect(pair, move.rank)
-            with torch.no_grad():
-                self._carry(run, pair, own)
+            group = group if kept else self._connect(pair, rank, call.other)
+            sent, received = ready.moved
+            what = f"{_CALLS[call.side]} of {ready.contents}, with {pair.whose(ready.move.partners)}"
+            exchange = self._operation(call, what, dtype=ready.wire, bytes_in=received, bytes_out=sent)
+            heard(exchange, self._carry, ready, group, own)
         except (AxesError, RuntimeError) as failed:
             error = (str(failed).strip().splitlines() or [type(failed).__name__])[0]
-            run.bound = None
-            self._disconnect(pair.other.name)  # who waits for this rank hears it at once
+            self._disconnect(call.other)  # who waits for this rank hears it at once
         try:
-            self.meeting.end(pair, move.rank, error, not kept, said)
+            self.meeting.end(pair, rank, error)
         except DesyncError as failed:
-            whole = f"\n{run.state(f'rank {self.rank} of {self.name!r}')}" if pair.side == 1 else ""
-            raise DesyncError(f"{failed}{whole}") from failed
+            raise DesyncError(f"{failed}\n{ready.state}" if call.side == 1 else str(failed)) from failed
 
-    def _carry(self, run: Execution, pair: Pair, own: OwnTensors) -> None:
+    def _ready(self, pair: Pair, call: JobCall, own: OwnTensors) -> Execution:
+        """The plan of both texts for this rank's tensors; that of the last call where it is the same."""
+        source, target = sorted(pair.jobs, key=lambda each: each.side)
+        names = source.name, target.name
+        rank, first = pair.first[self.name] + self.rank, (pair.first[source.name], pair.first[target.name])
+        move, run = _plan((source.text, target.text), names, first, rank), self.runs.get(call.said)
+        if run is None or run.move is not move:
+            run = Execution(move, range(pair.size), self.device, rank_of(self.rank, self.name))
+            self.runs[call.said] = run
+        run.fit(*((own.local, {}) if call.side == 0 else ({}, own.local)))
+        return run
+
+    def _carry(self, run: Execution, group: Any, own: OwnTensors) -> None:
         """From these shards into those; return when a GPU has done all of it, within the limit."""
-        held, given = run.fit(*((own.local, {}) if pair.side == 0 else ({}, own.local)))
-        bound, _ = run.bind(held, given)
-        run.count_writes(own.given, given)
-        heard(self._operation(run, pair), run.run, bound, self.connections[pair.other.name].group)
-        if self.device.type == "cpu":
-            return
-        done, end = torch.Event(self.device), time.monotonic() + self.timeout.total_seconds()
-        done.record()
-        while not done.query():  # its backend's messages wait for the stream alone
-            if time.monotonic() > end:
+        with torch.no_grad():
+            run.carry(group, own.given)
+        if self.device.type != "cpu":  # its backend's messages wait for the stream alone
+            done, seconds = torch.Event(self.device), self.timeout.total_seconds()
+            done.record()
+            if not polled(done.query, seconds):
                 run.arrived = -1  # nobody knows what has been written
-                raise RuntimeError(f"the GPU waits for others, for {self.timeout.total_seconds():g} s now")
-            time.sleep(0.001)
+                raise RuntimeError(f"the GPU waits for others, for {seconds:g} s now")
 
-    def _operation(self, run: Execution, pair: Pair) -> Operation:
-        """The exchange as the trace of this rank's job has it."""
-        sent, received = run.moved
-        return replace(
-            self._waits(pair.other.name, pair.side),
-            what=f"{_CALLS[pair.side]} of {run.contents}, with {pair.whose(run.move.partners)}",
-            dtype=run.wire,
-            bytes_in=received,
-            bytes_out=sent,
-        )
+    def _operation(self, call: JobCall, what: str, **more: Any) -> Operation:
+        """A part of a call as the trace of this rank's job has it."""
+        between = " to ".join(call.names)
+        named = what, _CALLS[call.side], "send and receive", between, f"link {between}", self.ranks
+        return Operation(*named, **{"dtype": "", "device": self.device.type, "together": False, **more})
 
-    def _connect(self, pair: Pair, rank: int) -> None:
+    def _connect(self, pair: Pair, rank: int, other: str) -> Any:
         """Connect all ranks of both jobs."""
-        self._disconnect(pair.other.name)
+        self._disconnect(other)
         store = dist.PrefixStore(f"axes/link/{pair.key}/connect", self.store)
         group = in_time(
-            f"the connections of '{pair.source.name}' and '{pair.target.name}'",
+            f"the connections of '{self.name}' and '{other}'",
             self.timeout.total_seconds() + LINGER_SECONDS,
             lambda: torch_private.backend_over(store, rank, pair.size, self.device.type, self.timeout),
             STORE,
         )
-        self.connections[pair.other.name] = Connection(pair.key, (pair.other.token, self.meeting.token), group)
+        self.connections[other] = pair.key, group
+        return group
 
     def _disconnect(self, other: str) -> None:
         """Close the connections with a job, so that who waits for this rank hears it."""
-        if (found := self.connections.pop(other, None)) is not None:
+        _, group = self.connections.pop(other, ("", None))
+        if group is not None:
             with contextlib.suppress(RuntimeError):  # one that has failed may be closed already
-                found.group.abort()
-
-
-class Connection(NamedTuple):
-    """A communicator of all ranks of two jobs. of: the tokens of both, the other's first."""
-
-    name: str
-    of: tuple[str, str]
-    group: Any
+                group.abort()
 
 
 # --- what a job says of its tensors ---------------------------------------------------------------
@@ -402,9 +342,8 @@ class Connection(NamedTuple):
 class OwnTensors:
     """The tensors of one call on this rank, and their shardings on the job's mesh.
 
-    given: the tensors by name. local: this rank's shards of them. written: the specs as they stand.
-    told: of each tensor what the rank tells the others of its job: the shape of its shard, the dtype, and the whole
-    shape where it knows that; None where it has nothing of it.
+    given: the tensors by name. local: this rank's shards of them, None where it has none. written: the specs as they
+    stand. told: what the rank tells the others of its job, of each of its tensors the whole shape and the dtype.
     """
 
     def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str, rules: Any):
@@ -413,174 +352,104 @@ class OwnTensors:
                 raise ShardingError(f"{does} takes {what} by name; found {shown(mapping)}")
         if missing := [name for name in tensors if name not in specs]:
             raise ShardingError(f"{does}: specs lack {shortened(missing[0])}{suggestion(missing[0], specs)}")
-        self.link, self.names = link, sorted(specs)
-        self.given = {name: value for name in self.names if (value := tensors.get(name)) is not None}
-        self.local: dict[str, torch.Tensor] = {}
+        self.link = link
+        self.given = {name: value for name, value in tensors.items() if value is not None}
+        self.local: dict[str, torch.Tensor | None] = dict.fromkeys(specs)
         self.ends: dict[str, Sharding] = {}
-        self.told: list[Any] = []
-        for name in self.names:
+        self.told: dict[str, Any] = {}
+        for name in sorted(specs):
             with of_tensor(name):
-                if isinstance(value := self.given.get(name), torch.Tensor):
-                    check_dense(value, does)
-                self.ends[name] = self._end(specs[name], value)
-                self.told.append(None if value is None else self._tell(name, value))
+                end = self.ends[name] = read_end(specs[name], link.mesh)
+                if any(link.mesh.universe.position(rank) is None for rank in end.universe.ranks):
+                    raise ShardingError(f"'{end}' is on ranks that aren't of the mesh of the link, {link.mesh!r}")
+                if name in self.given:
+                    self.told[name] = self._tell(name, dense(does, self.given[name]))
         self.rules = rules if rules is None or isinstance(rules, LayoutRules) else LayoutRules(rules)
         self.written = ", ".join([f"{shortened(n)}: '{end}' on {end.mesh.declaration}" for n, end in self.ends.items()])
         if self.rules is not None:  # of a long table only the first rules are shown
-            self.written += f"; {self.rules!r} {_digest(json.dumps(self.rules._as_data))}"
+            digest = hashlib.sha256(json.dumps(self.rules._as_data).encode()).hexdigest()[:16]
+            self.written += f"; {self.rules!r} {digest}"
 
-    def _end(self, spec: Any, value: Any) -> Sharding:
-        if not isinstance(spec, str | Sharding):
-            raise ShardingError(f"a tensor lies by a spec, like 'f@tp d', or a Sharding; found {shown(spec)}")
-        ndim = value.dim() if isinstance(value, torch.Tensor) else None
-        found = spec if isinstance(spec, Sharding) else parsed_sharding(self.link.mesh, spec, (), ndim)
-        if found.pending:
-            raise ShardingError(f"'{found}' has something pending; resolve it first, with axes.reshard")
-        small = on_own_ranks(found)
-        if any(self.link.mesh.universe.position(rank) is None for rank in small.universe.ranks):
-            raise ShardingError(f"'{found}' is on ranks that aren't of the mesh of the link, {self.link.mesh!r}")
-        return small
-
-    def _tell(self, name: str, value: Any) -> list[Any]:
-        if not isinstance(value, torch.Tensor):
-            raise ShardingError(f"it is a DTensor, a shard, or None; found {shown(value)}")
-        end, shape, whole = self.ends[name], [*value.shape], None
+    def _tell(self, name: str, value: torch.Tensor) -> list[Any]:
+        """The whole shape and the dtype of a tensor: a shard says them where all ranks have as much."""
+        end, shape, rank = self.ends[name], list(value.shape), self.link.job_rank
         if len(shape) != end.ndim:
             raise wrong_dims(end, end.ndim, len(shape), shape)
-        if isinstance(value, DTensor):
-            found, whole = sharding_of_spec(torch_private.spec_of(value)), shape
-            rank = self.link.job_rank
-            if found.pending or found.tile(shape, rank) != end.tile(shape, rank):
-                raise ShardingError(f"it isn't sharded as the spec says\n  spec    {end}\n  tensor  {found}")
-            value = torch_private.local_of(value)
-        if value.device.type != self.link.device.type:
-            raise ShardingError(f"it is on {value.device}; the link's mesh is on '{self.link.device.type}'")
-        self.local[name] = value
-        return [[*value.shape], name_of(value.dtype), whole]
+        self.local[name] = local(value)
+        if not isinstance(value, DTensor):
+            return [[size * dim.pieces for size, dim in zip(shape, end.dims, strict=True)], dtype_name(value.dtype)]
+        found = sharding_of(value)
+        if found.pending or found.tile(shape, rank) != end.tile(shape, rank):
+            raise ShardingError(f"it isn't sharded as the spec says\n  spec    {end}\n  tensor  {found}")
+        return [shape, dtype_name(value.dtype)]
 
-    def text(self, every: Sequence[Sequence[Any]]) -> str:
+    def text(self, every: Sequence[Mapping[str, Any]]) -> str:
         """What the job says, from what each of its ranks tells: the same on all of them."""
-        meshes: dict[str, int] = {}
-        rows = {}
-        for number, name in enumerate(self.names):
-            end = self.ends[name]
-            told = {rank: ranks[number] for rank, ranks in enumerate(every) if ranks[number] is not None}
-            shape, dtype = _whole(name, end, told, self.link)
-            mesh = json.dumps(_mesh_text(end, self.link.mesh))
-            rows[name] = [meshes.setdefault(mesh, len(meshes)), end.at(shape).spec, list(shape), dtype]
+        told: dict[str, tuple[int, Any]] = {}
+        for rank, found in enumerate(every):
+            for name, (shape, dtype) in found.items():
+                first, other = told.setdefault(name, (rank, [shape, dtype]))
+                if other != [shape, dtype]:
+                    raise ShardingError(
+                        f"{shortened(name)} is {other[1]} on rank {first} of '{self.link.name}', by its part "
+                        f"{other[0]} in all, and {dtype} on rank {rank}, by its part {shape} in all; where ranks have "
+                        "parts of unlike sizes, pass DTensors, as axes.from_local makes them"
+                    )
+        if missing := [name for name in self.ends if name not in told]:
+            raise ShardingError(f"no rank of '{self.link.name}' has {shortened(missing[0])}; leave it out of specs")
+        rows = {
+            name: [_mesh_text(end, self.link.mesh), end.at(told[name][1][0]).spec, *told[name][1]]
+            for name, end in self.ends.items()
+        }
         rules = {} if self.rules is None else {"rules": self.rules._as_data}
-        said = {"axes": _version(), "peers": self.link.peers, "meshes": list(meshes), "tensors": rows, **rules}
-        return json.dumps(said, sort_keys=True)
+        return json.dumps({"tensors": rows, **rules}, sort_keys=True)
 
 
-def _whole(name: str, end: Sharding, told: Mapping[int, Any], link: JobLink) -> tuple[tuple[int, ...], str]:
-    """The whole shape and the dtype of a tensor, from what ranks say of their shards."""
-    if not told:
-        raise ShardingError(f"no rank of '{link.name}' has {shortened(name)}; leave it out of specs")
-    kinds = {dtype: rank for rank, (_, dtype, _) in told.items()}
-    if len(kinds) > 1:
-        both = " and ".join(f"{dtype} on rank {rank}" for dtype, rank in sorted(kinds.items()))
-        raise ShardingError(f"{shortened(name)} is {both} of '{link.name}'")
-    known = [whole for *_, whole in told.values() if whole is not None]
-    whole = tuple(known[0]) if known else _summed(end, {link.ranks[at]: shape for at, (shape, *_) in told.items()})
-    for at, rank in sorted(enumerate(link.ranks), key=lambda each: each[0] in told):  # who has nothing may be why
-        tile, (shape, _, said) = end.tile(whole, rank), told.get(at, (None, "", None))
-        wanted = None if tile is None else list(tile_shape(tile))
-        if (shape != wanted and (shape or wanted or [0]).count(0) == 0) or (said or list(whole)) != list(whole):
-            held = "nothing" if shape is None else f"{said or shape}"
-            raise ShardingError(
-                f"rank {at} of '{link.name}' has {held} of {shortened(name)}; by '{end}' of {[*whole]} it has {wanted}"
-            )
-    return whole, next(iter(kinds))
-
-
-def _summed(end: Sharding, shapes: Mapping[int, list[int]]) -> tuple[int, ...]:
-    """The whole shape of which these are the shards, by rank: along each dim, the sizes of its pieces together."""
-    found = []
-    for at, dim in enumerate(end.dims):
-        layout = pieces_of(dim, (0,)).layout if len(dim) == 1 else Layout()
-        positions = {rank: position for rank in shapes if (position := end.universe.position(rank)) is not None}
-        sizes = {layout.coordinate(position): shapes[rank][at] for rank, position in positions.items()}
-        found.append(sum(sizes.values()) * (dim.pieces if len(dim) > 1 else 1))
-    return tuple(found)
-
-
-def _mesh_text(end: Sharding, mesh: Mesh) -> dict[str, Any]:
-    """The mesh of a sharding: its ranks as numbers in the job, and the digits of its axes and of those in the spec."""
-    names = dict(zip(end.mesh.axis_names, end.mesh.layouts, strict=True))
-    names |= {end.mesh.called(layout): layout for layout in end.used}
-    axes = {name: [list(mode) for mode in layout] for name, layout in names.items()}
+def _mesh_text(end: Sharding, mesh: Mesh) -> str:
+    """The mesh of a sharding: its ranks as numbers in the job, and the digits of its axes and further names."""
+    axes = {name: [list(mode) for mode in layout] for name, layout in end.mesh.namespace.items()}
     ranks = [mesh.universe.position(rank) for rank in end.universe.ranks]
-    return {"ranks": ranks, "names": list(end.mesh.axis_names), "axes": axes, "node": mesh.ranks_per_node}
+    return json.dumps([ranks, end.mesh.axis_names, axes, mesh.ranks_per_node])
 
 
-def _mesh_from(said: Mapping[str, Any], first: int) -> Mesh:
+@functools.lru_cache(maxsize=64)
+def _mesh_from(text: str, first: int) -> Mesh:
     """That mesh again, on the ranks from `first`."""
-    ranks = [first + rank for rank in said["ranks"]]
-    namespace = {name: Layout.of([(size, stride) for size, stride in modes]) for name, modes in said["axes"].items()}
-    return Mesh("ranks", ranks=ranks, ranks_per_node=said["node"])._with(
-        axis_names=tuple(said["names"]), namespace=namespace
-    )
+    ranks, axis_names, axes, node = json.loads(text)
+    namespace = {name: Layout.of([(size, stride) for size, stride in modes]) for name, modes in axes.items()}
+    mesh = Mesh("ranks", ranks=[first + rank for rank in ranks], ranks_per_node=node)
+    return mesh._with(axis_names=tuple(axis_names), namespace=namespace)
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(written: tuple[str, str], first: tuple[int, int], names: tuple[str, str], bucket_mb: float) -> Transfer:
-    """The plan of what two jobs say: the same on every rank of both. first: the numbers of their first ranks."""
-    texts = json.loads(written[0]), json.loads(written[1])
-    source, target = names
-    if texts[0]["axes"] != texts[1]["axes"]:
-        raise DesyncError(
-            f"both jobs derive the plan, and need the same version of axes: '{source}' has {texts[0]['axes']}, "
-            f"'{target}' {texts[1]['axes']}"
-        )
-    order = [[peer for peer in text["peers"] if peer in names] for text in texts]
-    if order[0] != order[1]:
-        raise DesyncError(f"jobs have other peers: '{source}' {texts[0]['peers']}, '{target}' {texts[1]['peers']}")
-    rows = texts[0]["tensors"], texts[1]["tensors"]
+def _plan(written: tuple[str, str], names: tuple[str, str], first: tuple[int, int], rank: int) -> Transfer:
+    """The plan of what two jobs say, as a rank of both sees it. first: the numbers of their first ranks."""
+    texts = [json.loads(each) for each in written]
+    sources, targets = rows = texts[0]["tensors"], texts[1]["tensors"]
+    ends = [
+        {
+            name: parsed_sharding(_mesh_from(mesh, at), spec, (), len(shape))
+            for name, (mesh, spec, shape, _) in side.items()
+        }
+        for side, at in zip(rows, first, strict=True)
+    ]
     rules = None if "rules" not in texts[0] else LayoutRules(**texts[0]["rules"])
-    for one, two in ((0, 1), (1, 0)) if rules is None else ():
-        missing = [name for name in rows[one] if name not in rows[two]]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    shapes = {name: Like(tuple(shape), dtype) for name, (*_, shape, dtype) in sources.items()}
+    dtypes = {name: dtype for name, (*_, dtype) in targets.items()}
+    move = transfer(ends[0], ends[1], shapes=shapes, dtype=dtypes, rules=rules, bucket_mb=BUCKET_MB)
+    for one in move.tensors:
+        (*_, spec, shape, dtype), other = targets[one.target_name], sources[one.source_name][3]
+        if shape != list(one.shapes[1]):
             raise ShardingError(
-                f"'{names[one]}' has {shortened(missing[0])}{more}, '{names[two]}' hasn't"
-                f"{suggestion(missing[0], rows[two])}"
+                f"{shortened(one.target_name)} has other shapes\n  '{names[0]}'  {list(one.shapes[1])}  "
+                f"'{one.source.spec}'\n  '{names[1]}'  {shape}  '{spec}'"
             )
-    ends: tuple[dict[str, Sharding], dict[str, Sharding]] = ({}, {})
-    for side, text in enumerate(texts):
-        meshes = [_mesh_from(json.loads(mesh), first[side]) for mesh in text["meshes"]]
-        for name, (mesh, spec, shape, _) in rows[side].items():
-            ends[side][name] = parsed_sharding(meshes[mesh], spec, (), len(shape))
-    shapes = {name: Like(tuple(shape), dtype) for name, (_, _, shape, dtype) in rows[0].items()}
-    made = {name: like.shape for name, like in shapes.items()}
-    if rules is not None:
-        made = dict(rules.applied(made).targets)
-    for name, shape in made.items():
-        if name in rows[1] and list(shape) != rows[1][name][2]:
-            said = f"'{rows[0][name][1]}'" if rules is None else "by the layout rules"
+        if dtype != other and not (getattr(torch, dtype).is_floating_point and getattr(torch, other).is_floating_point):
             raise ShardingError(
-                f"{shortened(name)} has other shapes\n  '{source}'  {list(shape)}  {said}\n"
-                f"  '{target}'  {rows[1][name][2]}  '{rows[1][name][1]}'"
+                f"{shortened(one.source_name)} is {other} in '{names[0]}' and {dtype} in '{names[1]}'; only "
+                "floating-point numbers are converted on the way"
             )
-    dtypes = {name: dtype for name, (_, _, _, dtype) in rows[1].items() if name in made}
-    move = transfer(*ends, shapes=shapes, dtype=dtypes, rules=rules, bucket_mb=bucket_mb)
-    for carried in move.tensors:
-        dtype, other = rows[0][carried.source_name][3], rows[1][carried.target_name][3]
-        if dtype != other and not (_converts(dtype) and _converts(other)):
-            raise ShardingError(
-                f"{shortened(carried.source_name)} is {dtype} in '{source}' and {other} in '{target}'; only "
-                "floating-point numbers of 16 bits and more are converted on the way"
-            )
-    return move
-
-
-def _converts(dtype: str) -> bool:
-    found = getattr(torch, dtype)
-    return bool(found.is_floating_point and found.itemsize > 1)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+    return move.at(rank)
 
 
 @functools.lru_cache(maxsize=1)

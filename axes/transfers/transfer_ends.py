@@ -1,22 +1,21 @@
 """What a transfer is told: how tensors lie, and on which meshes; by name or by patterns of names.
 
->>> mesh_of = meshes_by_name({"layers.0.*": Mesh("dp=2"), "*": Mesh("pp=2 tp=2")}, "source")
->>> mesh_of("layers.1.w").axis_names
+>>> by_name({"layers.0.*": Mesh("dp=2"), "*": Mesh("pp=2 tp=2")})("layers.1.w").axis_names
 ('pp', 'tp')
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, shortened, shown, suggestion
+from axes.algebra.errors import AxesError, MeshError, ShardingError, shortened, shown
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Universe, digits
-from axes.algebra.mesh import Mesh, checked_mesh, required_mesh
+from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.sharding import Names, Sharding, Slot, Slots
 from axes.algebra.sizes import given_sizes
 from axes.algebra.specs import parsed_sharding
@@ -27,47 +26,55 @@ End = str | Sharding
 Meshes = Mesh | Mapping[str, Mesh]
 
 
-class EndsOfSpecs:
-    """Shardings of specs, each found once."""
+def shardings(
+    side: str,
+    specs: Mapping[str, End],
+    meshes: Meshes | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
+) -> tuple[dict[str, Sharding], Mesh | None]:
+    """The shardings of tensors of these shapes by name, each on a mesh of its own ranks; and a mesh of the job."""
+    found, home, mesh_of, given = {}, None, by_name(meshes), tuple(sorted(sizes.items()))
+    for name, shape in sorted(shapes.items()):
+        with of_tensor(name, shape):
+            end = specs[name]
+            own = end.mesh if isinstance(end, Sharding) else mesh_of(name)
+            if own is None and isinstance(meshes, Mapping):
+                raise MeshError(f"no pattern of {side}_mesh matches: {', '.join(map(shortened, meshes))}")
+            mesh = required_mesh(own, "axes.transfer")
+            found[name] = _sized_end(end, mesh, shape, given, getattr(end, "names", ()), mesh._view)
+            home = home or (mesh if mesh.binding is not None else None)
+    return found, home
 
-    def __init__(self, sizes: dict[str, int], rules: LayoutRules | None):
-        self.sizes, self.used = sizes, set[str]() if rules is None else set(rules._names)
-        self.home: Mesh | None = None
-        self.found = lru_cache(4096)(self._found)
 
-    def shardings(
-        self, side: str, specs: Mapping[str, End], meshes: Meshes | None, shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Sharding]:
-        """The shardings of tensors of these shapes, by name; the mesh of each is of its own ranks alone."""
-        found, mesh_of = {}, meshes_by_name(meshes, side)
-        for name, shape in sorted(shapes.items()):
-            with of_tensor(name, shape):
-                end, mesh = specs[name], mesh_of(name)
-                if not isinstance(end, str | Sharding):
-                    raise ShardingError(f"a {side} is a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
-                if isinstance(end, Sharding):
-                    found[name] = self.found(end, None, shape, end.names, end.mesh._view)
-                else:
-                    mesh = required_mesh(mesh, "axes.transfer")
-                    found[name] = self.found(end, mesh, shape, (), mesh._view)
-        return found
+@lru_cache(4096)
+def _sized_end(
+    end: End, mesh: Mesh, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], *_: Names | int | None
+) -> Sharding:
+    """An end of a tensor, kept for its names and the view of its mesh as well: equal ones may differ in these."""
+    if isinstance(end, str):
+        names = names_in_spec(end)
+        sizes = tuple([(name, size) for name, size in sizes if name in names])
+    return read_end(end, mesh, sizes, len(shape)).at(shape)
 
-    def _found(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], *_: Names | int | None) -> Sharding:
-        """The sharding, kept for the names of the end and the view of its mesh: equal ones may differ in these."""
-        if isinstance(end, str):
-            assert mesh is not None, "a spec is read on a mesh"
-            names = names_in_spec(end)
-            self.used.update(names)
-            sizes = tuple(sorted((name, size) for name, size in self.sizes.items() if name in names))
-            end = parsed_sharding(mesh, end, sizes, len(shape))
-        if any(op != "same" for op, _ in end.pending):
-            raise ShardingError(f"'{end}' has something pending; resolve it first, with axes.reshard")
-        self.home = self.home or (end.mesh if end.mesh.binding is not None else None)
-        return on_own_ranks(replace(end, pending=())).at(shape)
 
-    def check_used(self) -> None:
-        """`SizeError` for a size of a name that no spec has."""
-        given_sizes(self.sizes, None, (), sorted(self.used), "the specs")
+def read_end(end: End, mesh: Mesh, sizes: tuple[tuple[str, int], ...] = (), ndim: int | None = None) -> Sharding:
+    """A spec on a mesh, or a sharding, on a mesh that has no more ranks than the tensor.
+
+    Raises `ShardingError` for what is neither, and for what is pending.
+    """
+    if not isinstance(end, str | Sharding):
+        raise ShardingError(f"a tensor lies by a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
+    found = end if isinstance(end, Sharding) else parsed_sharding(mesh, end, sizes, ndim)
+    if any(op != "same" for op, _ in found.pending):
+        raise ShardingError(f"'{found}' has something pending; resolve it first, with axes.reshard")
+    return _on_own_ranks(replace(found, pending=()))
+
+
+def check_used(sizes: dict[str, int], ends: Iterable[End], rules: LayoutRules | None) -> None:
+    """`SizeError` for a size of a name that neither a spec nor the rules have."""
+    used = [names_in_spec(end) for end in dict.fromkeys(ends) if isinstance(end, str)]
+    given_sizes(sizes, None, (), sorted(frozenset().union(*used, () if rules is None else rules._names)), "the specs")
 
 
 @contextlib.contextmanager
@@ -80,11 +87,11 @@ def of_tensor(name: str, shape: tuple[int, ...] | None = None) -> Iterator[None]
         raise type(error)(f"{error}\n  of the tensor {shortened(name)}{whole}") from None
 
 
-def on_own_ranks(sharding: Sharding) -> Sharding:
+def _on_own_ranks(sharding: Sharding) -> Sharding:
     """The same on a mesh that has no more ranks than the tensor: of a sub-mesh, those that it is seen from.
 
     >>> mesh = Mesh("pp=2 tp=2").at(3)
-    >>> on_own_ranks(mesh["tp"].sharding("f@tp")).universe
+    >>> _on_own_ranks(mesh["tp"].sharding("f@tp")).universe
     Universe(ranks=range(2, 4))
     """
     mesh = sharding.mesh
@@ -96,40 +103,18 @@ def on_own_ranks(sharding: Sharding) -> Sharding:
             f"mesh[{names}] is another one on each rank; a transfer is the same on all. "
             f"Say which one it is, by one of its ranks: mesh.at(rank)[{names}]"
         )
-    ranks = mesh.universe.group(mesh.extent, mesh.rank)
 
     def moved(layout: Layout) -> Layout:
-        extent, cut = digits(mesh.extent, layout)
-        strides, stride = {}, 1
-        for size, old in reversed(extent):
-            strides[old] = stride
-            stride *= size
-        return Layout.of([(size, strides[old]) for size, old in cut])
+        """The layout in positions along the mesh's own axes."""
+        return Layout.of([(size, mesh.extent.coordinate(stride)) for size, stride in digits(mesh.extent, layout)[1]])
 
     inside = [name for name, layout in mesh.namespace.items() if layout.size > 1 and mesh.extent.contains(layout)]
     namespace = {name: moved(mesh.namespace[name]) for name in dict.fromkeys((*mesh.axis_names, *inside))}
     # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
-    small = mesh._with(universe=Universe.of(ranks), namespace=namespace, _view=None, binding=None)
-
-    def on_small(slot: Slot) -> Slot:
-        return Slot(tuple(map(moved, slot.layouts)), slot.size)
-
-    return Sharding(small, tuple([Slots(map(on_small, dim)) for dim in sharding.dims]), names=sharding.names)
-
-
-def meshes_by_name(given: Meshes | None, side: str) -> Callable[[str], Mesh | None]:
-    """The mesh of each tensor, from one for all or from patterns of names; `MeshError` where none matches."""
-    found_of = by_name(given)
-
-    def mesh_of(name: str) -> Mesh | None:
-        found = found_of(name)
-        if not isinstance(given, Mapping):
-            return given
-        if found is None:
-            raise MeshError(f"no pattern of {side}_mesh matches {shortened(name)}: {', '.join(map(shortened, given))}")
-        return checked_mesh(found)
-
-    return mesh_of
+    universe = Universe.of(mesh.universe.group(mesh.extent, mesh.rank))
+    small = mesh._with(universe=universe, namespace=namespace, _view=None, binding=None)
+    dims = [Slots([Slot(tuple(map(moved, slot.layouts)), slot.size) for slot in dim]) for dim in sharding.dims]
+    return Sharding(small, tuple(dims), names=sharding.names)
 
 
 def by_name(given: Any) -> Callable[[str], Any]:
@@ -141,23 +126,9 @@ def by_name(given: Any) -> Callable[[str], Any]:
     if not isinstance(given, Mapping):
         return lambda name: given
     patterns = NamePatterns(given)
-
-    def value_of(name: str) -> Any:
-        pattern = name if name in given else patterns.first(name)
-        return None if pattern is None else given[pattern]
-
-    return value_of
+    return lambda name: given[name] if name in given else given.get(patterns.first(name))
 
 
 def names_in_spec(spec: str) -> frozenset[str]:
     """The names of dims in a spec."""
     return frozenset(factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name)
-
-
-def check_patterns(what: str, patterns: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
-    """`ShardingError` for a pattern of dtype= that no target has."""
-    table = NamePatterns(patterns)
-    used = {number for name in targets for number in table.numbers(name)}
-    for number, pattern in enumerate(table.patterns):
-        if pattern not in targets and number not in used:
-            raise ShardingError(f"{shortened(pattern)} of {what}= matches no target{suggestion(pattern, targets)}")

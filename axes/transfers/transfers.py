@@ -13,28 +13,29 @@ all ranks, so that each rank plans its own part by itself.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from axes.algebra import providers
-from axes.algebra.chunks import Tile, volume
+from axes.algebra.chunks import Box, Tile, volume
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
-from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, Message, group_between, ranks_of_both
+from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
 from axes.algebra.specs import check_same_dims
-from axes.transfers.buckets import MovedTensor, TensorKind, TensorPiece, bucketed, firsts
+from axes.transfers.buckets import MovedTensor, TensorKind, TensorPiece, bucketed
 from axes.transfers.layout_pieces import LayoutPiece, covering
-from axes.transfers.layout_rules import LayoutChange, LayoutRules, Table
-from axes.transfers.transfer_ends import End, EndsOfSpecs, Meshes, by_name, check_patterns, of_tensor
+from axes.transfers.layout_rules import LayoutRules, Table
+from axes.transfers.transfer_ends import End, Meshes, by_name, check_used, of_tensor, shardings
 
 _NODE = 8
 
@@ -47,37 +48,45 @@ class Like(NamedTuple):
 
 
 class TransferEnd(NamedTuple):
-    """A tensor on one side of a transfer: how it lies there, and its whole shape."""
+    """A tensor on one side of a transfer: how it lies there, its whole shape, its dtype, None where it may be any."""
 
     sharding: Sharding
     shape: tuple[int, ...]
+    dtype: str | None
 
 
-class Totals(NamedTuple):
-    """What all ranks send and receive, in bytes: exact, and slower to find than any one rank's part."""
+class Slice(NamedTuple):
+    """A part of a message about a tensor: the elements `start..stop` of boxes that lie end to end. size: in bytes."""
 
-    received: Mapping[int, int]
-    sent: Mapping[int, int]
+    tensor: int
+    boxes: tuple[Box, ...]
+    start: int
+    stop: int
+    size: int
+
+
+Slices = Mapping[int, list[Slice]]
+"""What goes to each rank, or comes from it."""
 
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """What one rank does in one bucket. sends, receives: elements' bytes by peer, ascending."""
+    """What one rank does in one bucket."""
 
     number: int
     pieces: tuple[TensorPiece, ...]
-    sends: Mapping[int, int]
-    receives: Mapping[int, int]
+    sends: Slices
+    receives: Slices
 
     @property
     def bytes_in(self) -> int:
         """Bytes that the rank receives."""
-        return sum(self.receives.values())
+        return _bytes_of(self.receives)
 
     @property
     def bytes_out(self) -> int:
         """Bytes that the rank sends."""
-        return sum(self.sends.values())
+        return _bytes_of(self.sends)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -113,7 +122,6 @@ class Transfer(providers.Pictured):
     tensors: what moves. bucket_bytes: how large the buffers of a bucket are.
     buckets: which pieces go together; of tensors that are tied and lie alike those of the first.
     rank: the rank that it is seen from; `at` gives another view. home: a mesh of the running job, if any is.
-    equal: what has the same elements as a tensor that moves, so that it moves on the way back alone.
     idle: names of sources that nobody reads, and of targets that keep the values that they have.
     """
 
@@ -123,7 +131,6 @@ class Transfer(providers.Pictured):
     rank: int
     ranks_per_node: int = _NODE
     home: Mesh | None = None
-    equal: tuple[MovedTensor, ...] = ()
     idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
 
     def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -134,34 +141,33 @@ class Transfer(providers.Pictured):
 
         Returns the tensors that this rank has of the targets. Without `into` these are DTensors, on a mesh made with
         `axes.init_mesh` whose DTensors can say the sharding, else shards. With it, they are the tensors of `into`, and
-        shards for names that it lacks. All ranks that receive pass it, or none.
+        shards for names that it lacks.
 
-        Raises `ShardingError` for a tensor that isn't the shard that the plan says, on every rank, before anything is
-        sent; `DesyncError` where ranks have other plans, or where a rank fails: it says which tensors are whole.
+        Raises `ShardingError` for a tensor that isn't the shard that the plan says, and `DesyncError` on all other
+        ranks, before anything is sent; `DesyncError` where ranks have other plans, or where one fails in the middle:
+        it says which tensors are whole.
         """
         return providers.module("transfers", "a transfer").carry_out(self, tensors, into)
 
     def at(self, rank: int) -> Transfer:
         """The same plan seen from another rank."""
-        found = replace(self, rank=checked_rank("a rank", rank))
-        found.__dict__.update({name: self.__dict__[name] for name in _OF_ALL_RANKS if name in self.__dict__})
-        return found
+        return replace(self, rank=checked_rank("a rank", rank))
 
     @cached_property
     def inverse(self) -> Transfer:
-        """The plan of the way back."""
-        moved, equal = _told_apart(one.inverse for one in (*self.tensors, *self.equal))
-        tied = frozenset([one.source_name for one in equal]) - {one.source_name for one in moved}
-        idle = self.idle[1] | tied, self.idle[0] - {one.target_name for one in moved}
-        return replace(self, **_in_buckets(moved, self.bucket_bytes), equal=equal, idle=idle)
+        """The plan of the way back: what is read of the sources is written, by the first of targets that are equal."""
+        moved = _without_repeats([one.inverse for one in self.tensors])
+        unread = self.ends[1].keys() - {one.source_name for one in moved}
+        return replace(self, **_in_buckets(moved, self.bucket_bytes), idle=(self.idle[1] | unread, frozenset()))
 
     @cached_property
     def ends(self) -> tuple[dict[str, TransferEnd], dict[str, TransferEnd]]:
         """The tensors of both sides by name."""
         source, target = dict[str, TransferEnd](), dict[str, TransferEnd]()
         for one in self.tensors:
-            source.setdefault(one.source_name, TransferEnd(one.source, one.shapes[0]))
-            target.setdefault(one.target_name, TransferEnd(one.target, one.shapes[1]))
+            known, arrives = one.dtypes[0] or (None if one.dtypes[1] else "float32"), one.dtypes[1] or "float32"
+            source.setdefault(one.source_name, TransferEnd(one.source, one.shapes[0], known))
+            target.setdefault(one.target_name, TransferEnd(one.target, one.shapes[1], arrives))
         return source, target
 
     @cached_property
@@ -179,33 +185,11 @@ class Transfer(providers.Pictured):
         """All ranks that take part, ascending."""
         return tuple(sorted({*self.sources, *self.targets}))
 
-    @cached_property
-    def tied(self) -> Mapping[int, tuple[int, ...]]:
-        """Of tensors that are the same elements on the same ranks the first, with the others: they arrive as one."""
-        found: dict[int, tuple[int, ...]] = {}
-        for number, first in enumerate(firsts(self.tensors)):
-            if number != first:
-                found[first] = (*found.get(first, ()), number)
-        return found
-
     # this rank's part
 
     def exchange(self, tensor: int) -> Exchange | None:
         """What this rank sends, receives and keeps of a tensor; None where it has no part in it."""
         return _exchange_of(self.tensors[tensor].kind, self.ranks_per_node, self.rank)
-
-    def messages(self, pieces: Iterable[TensorPiece]) -> Iterator[tuple[int, int, int, Message, int, int]]:
-        """What this rank sends (0) and receives (1) of these pieces: `(side, peer, tensor, message, start, stop)`.
-
-        The elements `start..stop` of the message of the whole tensor go in the piece.
-        """
-        for number, piece in pieces:
-            exchange, count = self.exchange(number), self.tensors[number].pieces
-            for side, messages in enumerate(() if exchange is None else (exchange.sends, exchange.receives)):
-                for message in messages:
-                    start, stop = (message.elements * at // count for at in (piece, piece + 1))
-                    if start < stop and exchange is not None:
-                        yield side, exchange.ranks[message.peer], number, message, start, stop
 
     @cached_property
     def tiles(self) -> tuple[dict[str, Tile | None], dict[str, Tile | None]]:
@@ -217,13 +201,19 @@ class Transfer(providers.Pictured):
 
     @cached_property
     def steps(self) -> tuple[BucketTraffic, ...]:
-        """What this rank does in each bucket."""
+        """What this rank does in each bucket. Piece i of n of a tensor is that part of each message about it."""
         found = []
         for number, pieces in enumerate(self.buckets):
-            sides: tuple[dict[int, int], dict[int, int]] = {}, {}
-            for side, peer, tensor, _, start, stop in self.messages(pieces):
-                sides[side][peer] = sides[side].get(peer, 0) + (stop - start) * self.tensors[tensor].itemsize
-            found.append(BucketTraffic(number, pieces, *[dict(sorted(side.items())) for side in sides]))
+            sides: tuple[dict[int, list[Slice]], dict[int, list[Slice]]] = {}, {}
+            for tensor, piece in pieces:
+                one, exchange = self.tensors[tensor], self.exchange(tensor) or Exchange(())
+                for by_rank, messages in zip(sides, (exchange.sends, exchange.receives), strict=True):
+                    for message in messages:
+                        start, stop = (message.elements * at // one.pieces for at in (piece, piece + 1))
+                        if start < stop:
+                            slices = by_rank.setdefault(exchange.ranks[message.peer], [])
+                            slices.append(Slice(tensor, message.boxes, start, stop, (stop - start) * one.itemsize))
+            found.append(BucketTraffic(number, pieces, *sides))
         return tuple(found)
 
     @property
@@ -237,53 +227,47 @@ class Transfer(providers.Pictured):
 
         Each piece begins at a multiple of 16 bytes there, which isn't counted.
         """
-        before = {one.source_name: one.dtypes[0] or one.dtypes[1] for one in self.tensors}
-        after = {one.target_name: one.dtypes[1] for one in self.tensors}
-        tensors = sum(
-            volume(tile) * itemsize_of(dtypes[name] or "float32")
-            for tiles, dtypes in zip(self.tiles, (before, after), strict=True)
-            for name, tile in tiles.items()
-            if tile is not None
-        )
-        most = [max((getattr(step, side) for step in self.steps), default=0) for side in ("bytes_in", "bytes_out")]
-        return tensors + min(2, len(self.steps)) * sum(most)
+        buffers = [max((getattr(step, side) for step in self.steps), default=0) for side in ("bytes_in", "bytes_out")]
+        travel = {one.source_name: one.itemsize for one in self.tensors}  # what has any dtype counts as on its way
+        ends = [(name, end, self.tiles[side][name]) for side in (0, 1) for name, end in self.ends[side].items()]
+        sizes = [(itemsize_of(end.dtype) if end.dtype else travel[name], tile) for name, end, tile in ends]
+        tensors = sum(size * volume(tile) for size, tile in sizes if tile is not None)
+        return tensors + min(2, len(self.steps)) * sum(buffers)
 
     @cached_property
     def cost(self) -> float:
         """Microseconds of this rank's part, bucket after bucket, as the default cost model reckons."""
-        model, node, found = CostModel(ranks_per_node=self.ranks_per_node), self.rank // self.ranks_per_node, 0.0
-        for step in self.steps:
-            near = sum(peer // self.ranks_per_node == node for peer in step.ranks)
-            busiest, copied = max(step.bytes_in, step.bytes_out), step.bytes_in + step.bytes_out
-            if copied:
-                found += model.time_us("exchange", 1 + len(step.ranks), 1 + near, busiest, copied)
+        model, found, node = CostModel(ranks_per_node=self.ranks_per_node), 0.0, self.ranks_per_node
+        for step in [step for step in self.steps if step.ranks]:
+            near, both = sum(peer // node == self.rank // node for peer in step.ranks), (step.bytes_in, step.bytes_out)
+            found += model.time_us("exchange", 1 + len(step.ranks), 1 + near, max(both), sum(both))
         return found
 
     # all ranks
 
     @cached_property
-    def totals(self) -> Totals:
-        """What every rank sends and receives."""
+    def totals(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The bytes that every rank receives and sends: exact, and slower to find than any one rank's part."""
         received, sent = dict.fromkeys(self.ranks, 0), dict.fromkeys(self.ranks, 0)
         sizes: dict[TensorKind, int] = {}
-        for one in [self.tensors[number] for number in {*firsts(self.tensors)}]:
+        for one in self.tensors:
             sizes[one.kind] = sizes.get(one.kind, 0) + one.itemsize
         for kind, size in sizes.items():
             group = _group_of(kind, self.ranks_per_node)
             for side, found in ((received, group.received), (sent, group.sent)):
                 for rank, count in found.items():
                     side[rank] += count * size
-        return Totals(received, sent)
+        return received, sent
 
     @property
     def bytes_in(self) -> int:
         """Bytes received by the rank that receives most."""
-        return max(self.totals.received.values(), default=0)
+        return max(self.totals[0].values(), default=0)
 
     @property
     def bytes_out(self) -> int:
         """Bytes sent by the rank that sends most."""
-        return max(self.totals.sent.values(), default=0)
+        return max(self.totals[1].values(), default=0)
 
     @property
     def lower_bound(self) -> int:
@@ -291,7 +275,7 @@ class Transfer(providers.Pictured):
 
         Targets that are tied, made of the same elements, arrive as one where they lie alike, else each by itself.
         """
-        return sum(self.totals.received.values())
+        return sum(self.totals[0].values())
 
     # text
 
@@ -303,34 +287,28 @@ class Transfer(providers.Pictured):
     @cached_property
     def described(self) -> str:
         """All that ranks have to agree on, a line for each tensor."""
-        rows = [f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}"]
+        idle = ", ".join([*sorted(self.idle[0]), *sorted(self.idle[1])])
+        rows = [f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}, unread or kept: {idle}"]
         for one in self.tensors:
             ends = [f"{end} on {end.mesh.declaration} {end.universe.ranks}" for end in (one.source, one.target)]
-            dtype = " to ".join(map(str, one.dtypes))
-            rows.append(f"{one.source_name} {one.target_name} {one.shape} {dtype} {one.pieces}: {' -> '.join(ends)}")
-            rows += [f"  {one.part}"] if one.part is not None else []
-        pairs = zip(("unread", "kept"), self.idle, strict=True)
-        return "\n".join([*rows, *[f"{what}: {', '.join(sorted(names))}" for what, names in pairs]])
+            what = f"{one.source_name} {one.target_name} {one.shape} {one.dtypes} {one.pieces} {one.part}"
+            rows.append(f"{what}: {' -> '.join(ends)}")
+        return "\n".join(rows)
 
     @property
     def heading(self) -> str:
         """How many tensors of how many bytes, from which ranks to which."""
         whole = sum(math.prod(one.shape) * one.itemsize for one in self.tensors)
         before, after = map(len, self.ends)
-        return (
-            f"{before} tensor{'s' if before != 1 else ''}{f' as {after}' if after != before else ''}, "
-            f"{bytes_text(whole)}: "
-            f"{_ranks_text(self.sources)} -> {_ranks_text(self.targets)}"
-        )
+        many = f" as {after}" if after != before else ""
+        ranks = f"{_ranks_text(self.sources)} -> {_ranks_text(self.targets)}"
+        return f"{counted(before, 'tensor')}{many}, {bytes_text(whole)}: {ranks}"
 
     def __str__(self) -> str:
-        received, sent = self.totals.received, self.totals.sent
+        received, sent = self.totals
+        senders = sum(map(bool, sent.values()))
         read = {(one.source_name, one.part and one.part.offsets[0]) for one in self.tensors}
-        apart = len(read) < len({*firsts(self.tensors)}) or self.equal
-        least, senders = (
-            "tied tensors that lie otherwise each by itself" if apart else "which is the least",
-            sum(map(bool, sent.values())),
-        )
+        least = "which is the least" if len(read) == len(self.tensors) else "tied tensors each by itself"
         lines = [
             self.heading,
             f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)}, one exchange each",
@@ -340,10 +318,9 @@ class Transfer(providers.Pictured):
             f"{bytes_text(sum(sent.values()) // max(1, senders))} on average of {senders} that send",
         ]
         if self.rank in received:
-            partners = self.partners
             lines.append(
                 f"  rank {self.rank:<5}{bytes_text(received[self.rank])} in, {bytes_text(sent[self.rank])} out, with "
-                f"{len(partners)} rank{'s' if len(partners) != 1 else ''}; peak {bytes_text(self.peak_bytes)}"
+                f"{counted(len(self.partners), 'rank')}; peak {bytes_text(self.peak_bytes)}"
             )
         return "\n".join(lines)
 
@@ -351,8 +328,8 @@ class Transfer(providers.Pictured):
         return str(self)
 
 
-_OF_ALL_RANKS = ("described", "ends", "fingerprint", "ranks", "sources", "targets", "totals")
-"""What is found once for the views from all ranks."""
+def _bytes_of(side: Slices) -> int:
+    return sum([each.size for slices in side.values() for each in slices])
 
 
 def _ranks_of(ends: Iterable[Sharding]) -> tuple[int, ...]:
@@ -361,7 +338,16 @@ def _ranks_of(ends: Iterable[Sharding]) -> tuple[int, ...]:
 
 def _ranks_text(ranks: Sequence[int]) -> str:
     row = f" ({ranks[0]}..{ranks[-1]})" if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1 else ""
-    return f"{len(ranks)} rank{'s' if len(ranks) != 1 else ''}{row}"
+    return f"{counted(len(ranks), 'rank')}{row}"
+
+
+def counted(count: int, what: str) -> str:
+    """How many there are.
+
+    >>> counted(1, "bucket"), counted(2, "bucket")
+    ('1 bucket', '2 buckets')
+    """
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _in_buckets(tensors: Iterable[MovedTensor], bucket_bytes: int) -> dict[str, Any]:
@@ -420,30 +406,21 @@ def transfer(
     for what, maybe in (("source_mesh", source_mesh), ("target_mesh", target_mesh), ("dtype", dtype)):
         if isinstance(maybe, Mapping):
             _check_mapping(what, maybe, "patterns of names")
-    for name in keywords.keys() & _GONE.keys():
-        if whole_number(keywords[name]) is None:
-            raise ShardingError(f"axes.transfer has no {name}= any more: {_GONE[name]}")
     bucket_bytes, given_sizes = _checked_bucket(bucket_mb), dict(written_sizes(keywords, sizes))
-    table = _table(rules, given_sizes)
-    if table is None:
-        _check_names(sources, targets)
-    for name in sorted(sources) if table is None else ():
-        with of_tensor(name):
-            check_same_dims(sources[name], targets[name])
     wholes = dict[str, tuple[int, ...]]()
     for name in sorted(sources):
         if name not in shapes:
             raise ShardingError(f"shapes lacks {shortened(name)}{suggestion(name, shapes)}")
         wholes[name] = checked_tensor_shape(_shape_of(shapes[name]))
-    ends = EndsOfSpecs(given_sizes, table)
+    table = _table(rules, given_sizes)
     change = None if table is None else table.applied(wholes)
-    if table is not None and change is not None:
-        _check_targets(change, targets, table)
     made = wholes if change is None else change.targets
-    before, after = (
-        ends.shardings(*side)
-        for side in (("source", sources, source_mesh, wholes), ("target", targets, target_mesh, made))
-    )
+    _check_targets(made, targets, table)
+    for name in wholes if table is None else ():
+        with of_tensor(name):
+            check_same_dims(sources[name], targets[name])
+    before, own = shardings("source", sources, source_mesh, wholes, given_sizes)
+    after, others = shardings("target", targets, target_mesh, made, given_sizes)
     dtype_of = by_name(dtype)
 
     def moved(source: str, target: str, part: LayoutPiece | None) -> MovedTensor:
@@ -453,37 +430,31 @@ def transfer(
         shape = wholes[source] if part is None else part.extents
         return MovedTensor(source, target, shape, before[source], after[target], dtypes, part)
 
-    def of_pieces(pieces: Iterable[LayoutPiece]) -> list[MovedTensor]:
-        return [moved(each.source, each.target, None if each.is_whole else each) for each in pieces]
-
-    equal = () if change is None else tuple(of_pieces(change.equal))
-    found = (
-        [moved(name, name, None) for name in wholes]
-        if change is None
-        else of_pieces(itertools.chain(*change.pieces.values()))
-    )
+    if change is None:
+        found = [moved(name, name, None) for name in wholes]
+    else:
+        pieces = itertools.chain(*change.pieces.values())
+        found = [moved(each.source, each.target, None if each.is_whole else each) for each in pieces]
     read = {one.source_name for one in found}
-    _check_dtypes(found)
-    if isinstance(dtype, Mapping):
-        check_patterns("dtype", dtype, after)
-    ends.check_used()
+    first: dict[str, MovedTensor] = {}
+    for one in found:
+        other = first.setdefault(one.target_name, one)
+        if other.dtypes[1] != one.dtypes[1]:
+            each = " and ".join(f"{shortened(c.source_name)}, {c.dtypes[1] or 'unknown'}" for c in (other, one))
+            raise ShardingError(f"{shortened(one.target_name)} is made of {each}; say which it becomes, with dtype=")
+    for pattern in dtype if isinstance(dtype, Mapping) else ():
+        if pattern not in targets and not fnmatch.filter(targets, pattern):
+            raise ShardingError(f"{shortened(pattern)} of dtype= matches no target{suggestion(pattern, targets)}")
+    check_used(given_sizes, (*sources.values(), *targets.values()), table)
     nodes = [end.mesh.ranks_per_node for one in found for end in (one.source, one.target)]
     return Transfer(
         **_in_buckets(found, bucket_bytes),
         bucket_bytes=bucket_bytes,
         rank=found[0].source.universe.ranks[0] if found else 0,
         ranks_per_node=next(filter(None, nodes), _NODE),
-        home=ends.home,
-        equal=equal,
+        home=own or others,
         idle=(frozenset(sources.keys() - read), frozenset(targets.keys() - made.keys())),
     )
-
-
-_GONE = {
-    "codec": "values in fewer bits and their scales are two tensors; encode before, and move both",
-    "pages": "take the pages by index_select, move what that gives, and write it by index_copy_",
-}
-"""Keywords that there were, and what to write instead. Their names may be those of dims, whose sizes are numbers."""
 
 
 def _table(rules: LayoutRules | Table | None, sizes: Mapping[str, int]) -> LayoutRules | None:
@@ -502,59 +473,36 @@ def _shape_of(value: Any) -> Any:
         return value
 
 
-def _check_targets(change: LayoutChange, targets: Mapping[str, End], rules: LayoutRules) -> None:
-    for name in change.targets:
+def _check_targets(made: Mapping[str, Any], targets: Mapping[str, End], rules: LayoutRules | None) -> None:
+    advice = (
+        "both sides have the same names, or rules= says how they relate: {names: None} of sources that nobody needs, "
+        "{None: name} of a target that keeps its values"
+    )
+    for name in made:
         if name not in targets:
             raise ShardingError(
-                f"{shortened(name)}, which the layout rules make, isn't in targets{suggestion(name, targets)}; "
-                "say how it lies, or {names: None} of sources that nobody needs"
+                f"targets lack {shortened(name)}, which sources become{suggestion(name, targets)}; {advice}"
             )
     for name in targets:
-        if name not in change.targets and not rules.keeps(name):
-            raise ShardingError(
-                f"the layout rules make no {shortened(name)} of these sources{suggestion(name, change.targets)}; "
-                "say {None: name} of a target that keeps its values"
-            )
+        if name not in made and (rules is None or not rules.keeps(name)):
+            raise ShardingError(f"no source becomes {shortened(name)} of targets{suggestion(name, made)}; {advice}")
 
 
-def _check_dtypes(found: Iterable[MovedTensor]) -> None:
-    """`ShardingError` where parts of one target arrive in unlike dtypes."""
-    first: dict[str, MovedTensor] = {}
-    for one in found:
-        other = first.setdefault(one.target_name, one)
-        if other.dtypes[1] != one.dtypes[1]:
-            each = " and ".join(f"{shortened(c.source_name)}, {c.dtypes[1] or 'unknown'}" for c in (other, one))
-            raise ShardingError(f"{shortened(one.target_name)} is made of {each}; say which it becomes, with dtype=")
-
-
-def _told_apart(tensors: Iterable[MovedTensor]) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
-    """Of what would be written to the same elements the first; and the others."""
+def _without_repeats(tensors: Iterable[MovedTensor]) -> list[MovedTensor]:
+    """Of what would be written to the same elements the first."""
     by_target: dict[str, list[MovedTensor]] = {}
     for one in tensors:
         by_target.setdefault(one.target_name, []).append(one)
-    sides: tuple[list[MovedTensor], list[MovedTensor]] = [], []
+    found: list[MovedTensor] = []
     for parts in by_target.values():
-        taken = covering([math.prod(one.shape) for one in parts], math.prod(parts[0].shapes[1]))
-        sides[0].extend(parts[:taken])
-        sides[1].extend(parts[taken:])
-    return tuple(sides[0]), tuple(sides[1])
+        found += parts[: covering([math.prod(one.shape) for one in parts], math.prod(parts[0].shapes[1]))]
+    return found
 
 
 def _check_mapping(what: str, given: object, hint: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ShardingError(f"{what} of axes.transfer map {hint}; found {shown(given)}")
     return given
-
-
-def _check_names(sources: Mapping[str, End], targets: Mapping[str, End]) -> None:
-    for here, there, sides in ((sources, targets, ("sources", "targets")), (targets, sources, ("targets", "sources"))):
-        missing = [name for name in here if name not in there]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ShardingError(
-                f"{shortened(missing[0])}{more} in {sides[0]} isn't in {sides[1]}{suggestion(missing[0], there)}; both "
-                "have the same names, or rules= says how they relate"
-            )
 
 
 def _checked_bucket(bucket_mb: object) -> int:
