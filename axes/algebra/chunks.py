@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import chain, product
 
 from axes.algebra.layout import Digit
@@ -38,7 +37,6 @@ def nested_chunk(extent: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int
     return start, stop
 
 
-@lru_cache(maxsize=64)
 def all_chunks(extent: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """The pieces of `nested_chunk`, all of them in order.
 
@@ -124,7 +122,6 @@ def _agree(extent: int, one: Varying, two: Varying, lengths: tuple[int, int] = (
     return all(_agree(each, one[1:], two[1:], (mine, theirs)) for each in {part, extent % part})
 
 
-@lru_cache(maxsize=4096)
 def factor_runs(sizes: tuple[int, ...], pieces: tuple[tuple[int, int], ...]) -> Runs:
     """The runs of a factored dim: a product of intervals, flattened in row-major order.
 

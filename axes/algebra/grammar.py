@@ -18,8 +18,8 @@ place    NAME | "*" | "(" { NAME | "*" } ")"
 pending  ( "sum" | "mean" | "max" | "min" | "same" ) "@" place  |  "*"
 ```
 
-The four `parse_*` functions turn text into small frozen trees and raise nothing but
-`ExpressionError`. They run once over the tokens without recursion and are cached by text.
+The `parse_*` functions turn text into small frozen trees and raise nothing but `ExpressionError`. They run once over
+the tokens without recursion; trees of tensors are cached by text.
 What a name means is not decided here.
 
 >>> spec = parse_tensor("b s@(cp tp) d | sum@ep").operands[0]
@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
@@ -145,7 +145,7 @@ class Spec:
     dims: tuple[Dim, ...]
     pending: tuple[Pending, ...] | None = None
 
-    @functools.cached_property
+    @property
     def places(self) -> list[tuple[Dim | Pending, Place]]:
         """What stands right of an `@`, behind the dim or pending reduction in which it stands."""
         found = [(dim, place) for dim in self.dims for place in dim_places(dim)]
@@ -279,7 +279,7 @@ class _Parser:
     """A cursor over the tokens of one text: about a mesh, or about `tensors`."""
 
     def __init__(self, text: str, tensors: bool = False):
-        self.text, self.tokens, self.at = text, _tokens(text), 0
+        self.text, self.tokens, self.at = text, _tokens(checked_text(text)), 0
         self.token, self.kinds = self.tokens[0], [token.kind for token in self.tokens]
         self.tensors = tensors
         self.outside = "a dim name, a number, '_', '...' or '('" if tensors else "an axis name, '(' or '...'"
@@ -445,18 +445,6 @@ class _Parser:
         return tuple(found)
 
 
-def _cached_by_text(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Cache by text; what isn't text, or is absurdly long, is refused before."""
-    cached = functools.lru_cache(maxsize=4096)(parse)
-
-    @functools.wraps(parse)
-    def parsed(text: str) -> T:
-        return cached(checked_text(text))
-
-    return parsed
-
-
-@_cached_by_text
 def parse_declaration(text: str) -> tuple[Item, ...]:
     """The items of `"pp dp=2 cp tp"`, at least one, each name once.
 
@@ -475,7 +463,6 @@ def parse_declaration(text: str) -> tuple[Item, ...]:
     return items
 
 
-@_cached_by_text
 def parse_equation(text: str) -> Equation:
     """`"fsdp = dp_shard cp"`, or `"(dp_shard cp tp) = efsdp ep"`.
 
@@ -492,7 +479,6 @@ def parse_equation(text: str) -> Equation:
     return Equation(parser.text, left, right)
 
 
-@_cached_by_text
 def parse_mesh(text: str) -> MeshExpression:
     """`"(dp cp) tp -> dp cp tp"`.
 
@@ -512,7 +498,6 @@ def parse_mesh(text: str) -> MeshExpression:
     return MeshExpression(parser.text, left, right)
 
 
-@_cached_by_text
 def parse_tensor(text: str) -> TensorExpression:
     """`"b s@cp d, d f@tp -> b s@cp f@tp"`, or specs without an arrow.
 
@@ -520,10 +505,14 @@ def parse_tensor(text: str) -> TensorExpression:
     >>> str(expression.operands[0]), [str(spec) for spec in expression.results]
     ('b s@tp d', ['b s d'])
     """
+    return _parsed_tensor(checked_text(text))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_tensor(text: str) -> TensorExpression:
     return _Parser(text, tensors=True).expression()
 
 
-@_cached_by_text
 def parse_spec(text: str) -> Spec:
     """One tensor, whose dims have different names: `"b s@(cp tp) d | sum@ep"`.
 

@@ -14,7 +14,6 @@ What DTensor can't say, or would cut otherwise, is a `ShardingError`, never anot
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +48,6 @@ class PlacementSpec:
     op: str | None = None
 
 
-@functools.lru_cache(maxsize=4096)
 def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     """What DTensor needs to be told per axis of the mesh; `ShardingError` where it can't be.
 

@@ -148,24 +148,20 @@ class Step:
         one, two = self.source.universe, self.target.universe
         return one.position(rank) is not None or two.position(rank) is not None
 
-    @cached_property
+    @property
     def is_even(self) -> bool:
         """Whether the tiles of all ranks have one shape, before the step and after."""
         return self.source.divides(self.shape) and self.target.divides(self.shape)
 
-    @cached_property
-    def _opened(self) -> tuple[tuple[Shape, ...], Sharding, Sharding]:
-        return opened(self.source, self.target, self.shape)
-
     @property
     def factors(self) -> tuple[Shape, ...]:
         """For each dim the sizes of the factors that both sides have, or its own size alone."""
-        return self._opened[0]
+        return opened(self.source, self.target, self.shape)[0]
 
-    @cached_property
+    @property
     def opened(self) -> Step:
         """The same step on the tensor with one dim for each of `factors`."""
-        factors, source, target = self._opened
+        factors, source, target = opened(self.source, self.target, self.shape)
         if source is self.source:
             return self
         return replace(self, source=source, target=target, shape=tuple([n for sizes in factors for n in sizes]))
@@ -245,7 +241,7 @@ class Plan(providers.Pictured):
     def __hash__(self) -> int:
         return hash((self.source, self.target, self.shape, self.dtype, self.rank))
 
-    @cached_property
+    @property
     def states(self) -> tuple[Sharding, ...]:
         """The shardings before the first step and after each, in the names of the source and of the target."""
         between = [replace(stage.target.sharding, names=self.source.names) for stage in self.stages[:-1]]
@@ -256,7 +252,7 @@ class Plan(providers.Pictured):
         """What is done, one after the other."""
         return tuple([self._step(stage, *pair) for stage, pair in zip(self.stages, pairwise(self.states), strict=True)])
 
-    @cached_property
+    @property
     def cost(self) -> float:
         """Modelled microseconds."""
         return sum([self._time(stage, math.prod(self.shape)) for stage in self.stages])
@@ -414,7 +410,6 @@ def model_of(mesh: Mesh) -> CostModel:
     return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)
 
 
-@lru_cache(maxsize=4096)
 def cuts_of(*stages: Sharding) -> Shape:
     """Into how many pieces a tensor is cut on the way through some shardings, of whose sizes these are divisors.
 
@@ -525,7 +520,6 @@ def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:
             raise _impossible(source, target, f"{dtype} has no order, so no {op}")
 
 
-@lru_cache(maxsize=64)
 def itemsize_of(dtype: str) -> int:
     """Bytes of one element; `ShardingError` for a dtype that isn't known."""
     name = dtype.removeprefix("torch.")

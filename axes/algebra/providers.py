@@ -7,7 +7,6 @@ core reach in the same way what is above them.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,7 +23,6 @@ def provide(**modules: str) -> None:
     _modules = modules
 
 
-@functools.lru_cache(maxsize=64)
 def module(role: str, wanted: str) -> Any:
     """The module that provides something, for `wanted`; `MeshError` where the algebra is used without it."""
     if role not in _modules:

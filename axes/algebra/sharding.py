@@ -69,7 +69,7 @@ class Slot(NamedTuple):
 class Slots(tuple[Slot, ...]):
     """How a dim is split: its slots, major first; more than one where it was written as a group."""
 
-    @functools.cached_property
+    @property
     def layouts(self) -> tuple[Layout, ...]:
         """The layouts that split the dim or one of its factors, each of which is one `torch.chunk`."""
         return self[0].layouts if len(self) == 1 else tuple([layout for slot in self for layout in slot.layouts])
@@ -79,12 +79,12 @@ class Slots(tuple[Slot, ...]):
         """The dim without what splits it."""
         return Slots([Slot((), slot.size) for slot in self])
 
-    @functools.cached_property
+    @property
     def is_plain(self) -> bool:
         """Whether it is one slot, of any size."""
         return len(self) == 1 and self[0].size is None
 
-    @functools.cached_property
+    @property
     def pieces(self) -> int:
         """Into how many pieces the dim is split."""
         return math.prod([layout.size for layout in self.layouts])
@@ -151,12 +151,12 @@ class Sharding(providers.Pictured):
             raise ShardingError("a Sharding is made by mesh.sharding(text), or by Sharding.from_placements")
         _check_axes(self)
 
-    @functools.cached_property
+    @property
     def ndim(self) -> int:
         """The number of dims of the tensor."""
         return len(self.dims)
 
-    @functools.cached_property
+    @property
     def spec(self) -> str:
         """Canonical text: `mesh.sharding(sharding.spec) == sharding`."""
         pending = ["|", pending_text(self.mesh, self.pending)] if self.pending else []
@@ -219,12 +219,12 @@ class Sharding(providers.Pictured):
         sizes = [size % dim.pieces for size, dim in zip(whole, self.dims, strict=False) if len(dim) == 1]
         return len(whole) == self.ndim and not any(sizes)
 
-    @functools.cached_property
+    @property
     def universe(self) -> Universe:
         """The ranks, in order."""
         return self.mesh.universe
 
-    @functools.cached_property
+    @property
     def used(self) -> tuple[Layout, ...]:
         """Every layout that splits a dim or is pending."""
         splits = map(operator.attrgetter("layouts"), self.dims)
@@ -344,7 +344,7 @@ class Sharding(providers.Pictured):
             )
         return replace(self, mesh=mesh)
 
-    @functools.cached_property
+    @property
     def is_plain(self) -> bool:
         """Whether every dim is one slot, of any size."""
         return all(map(operator.attrgetter("is_plain"), self.dims))

@@ -83,7 +83,6 @@ def reshaping(term: Groups, groups: Sequence[Atoms], sizes: Mapping[str, int]) -
     return lambda x: torch.reshape(x, shape)
 
 
-@functools.lru_cache(maxsize=1024)
 def equation(operands: tuple[Atoms, ...], result: Atoms) -> str:
     """The einsum in letters, as `torch.einsum` takes it."""
     names = dict.fromkeys(atom for atoms in operands for atom in atoms)

@@ -156,7 +156,7 @@ def _find_way_back(
     back = {}
     for index in wanted:
         found = gradient(made.recipe, index, arrived)
-        sized = None if made.sized is None else at_sizes(found, made.sized.size)
+        sized = None if made.sized is None else at_sizes(found, made.sized.sizes)
         back[index] = BoundRecipe(found, sized, made.device_mesh, (dtype, dtype))
     return brought, back
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,20 +43,33 @@ Stage = Callable[[torch.Tensor], torch.Tensor]
 Sizes = Mapping[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
 class BoundRecipe:
     """A recipe, made ready for one rank.
 
     sized: the recipe with the sizes of this call, some of which are symbols; None where it has them itself.
     `device_mesh` is that of the result in the global view, where locals are shards of DTensors; None in the local view.
     `comm_dtype` and `async_op` are as in `redistribute`.
+
+    whole: the recipe with the sizes of this call. shape: the whole shape of the result, and in the global view its
+    placements. may_be_view: whether the result may be a view of the operand: nothing is sent, and nothing reduced but
+    by the caller.
     """
 
-    recipe: Recipe
-    sized: Recipe | None = None
-    device_mesh: Any = None
-    comm_dtype: Dtypes = None
-    async_op: bool = False
+    def __init__(
+        self,
+        recipe: Recipe,
+        sized: Recipe | None = None,
+        device_mesh: Any = None,
+        comm_dtype: Dtypes = None,
+        async_op: bool = False,
+    ):
+        self.recipe, self.sized, self.device_mesh = recipe, sized, device_mesh
+        self.comm_dtype, self.async_op = comm_dtype, async_op
+        self.whole, result, first = sized or recipe, recipe.result, recipe.inputs[0]
+        self.shape = self.whole.whole(result.groups)
+        self.placements = () if device_mesh is None else torch_placements(result.tensor)
+        is_kept = len(recipe.inputs) == 1 and {*result.atoms}.issuperset(first.atoms)
+        self.may_be_view = (is_kept and not recipe.moves) or (recipe.kind == "reduce" and recipe.op not in REDUCTIONS)
 
     @functools.cached_property
     def run(self) -> Run:
@@ -66,35 +79,12 @@ class BoundRecipe:
     @functools.cached_property
     def on_shards(self) -> BoundRecipe:
         """The same in the local view."""
-        return replace(self, device_mesh=None, async_op=False)
-
-    @functools.cached_property
-    def placements(self) -> tuple[Any, ...]:
-        """Those of the result, in the global view."""
-        return torch_placements(self.recipe.result.tensor)
-
-    @property
-    def whole(self) -> Recipe:
-        """The recipe with the sizes of this call."""
-        return self.sized or self.recipe
-
-    @functools.cached_property
-    def shape(self) -> Shape:
-        """The whole shape of the result."""
-        return self.whole.whole(self.recipe.result.groups)
+        return BoundRecipe(self.recipe, self.sized, None, self.comm_dtype)
 
     def calling(self, function: Callable[..., Any]) -> BoundRecipe:
         """The same with the caller's function for its reduction, made for one call: what is kept has no function."""
-        return replace(self, recipe=replace(self.recipe, op=function))
-
-    @functools.cached_property
-    def may_be_view(self) -> bool:
-        """Whether the result may be a view of the operand: nothing is sent, and nothing reduced but by the caller."""
-        found = self.recipe
-        if found.kind == "reduce" and found.op not in REDUCTIONS:
-            return True
-        kept = {*found.result.atoms}
-        return len(found.inputs) == 1 and not found.moves and kept.issuperset(found.inputs[0].atoms)
+        recipe = replace(self.recipe, op=function)
+        return BoundRecipe(recipe, self.sized, self.device_mesh, self.comm_dtype, self.async_op)
 
     def local(self, atoms: tuple[str, ...], sharding: Sharding) -> Shape:
         """This rank's shape of a tensor with one dim per atom."""
@@ -104,7 +94,7 @@ class BoundRecipe:
         sizes = zip(self.sized.shape_of(atoms), sharding.dims, mine, strict=True)
         return tuple([size if type(whole) is int else whole // dim.pieces for whole, dim, size in sizes])
 
-    @functools.cached_property
+    @property
     def computed(self) -> Sizes:
         """What this rank has of each atom during the local computation."""
         result, found = self.recipe.result, dict[str, int]()
@@ -127,7 +117,7 @@ def traced_sizes(found: Recipe, shapes: Sequence[Shape], given: Sequence[tuple[s
             is_cut_once = (place, dim) in alone and len(split) == 1
             may = type(size) is not int and is_cut_once and extent % hint(size) == 0
             uses.append((alone.get((place, dim)), size * (extent // hint(size)) if may else size, int(may)))
-    return at_sizes(found, {**found.size, **varying(uses)})
+    return at_sizes(found, {**found.sizes, **varying(uses)})
 
 
 def at_sizes(found: Recipe, sizes: Sizes) -> Recipe | None:
@@ -139,7 +129,7 @@ def at_sizes(found: Recipe, sizes: Sizes) -> Recipe | None:
         for atom, dim in zip(atoms, end.dims, strict=True):
             pieces[atom] = math.lcm(pieces[atom], dim.pieces)
     kept = {atom: fixed(size) if size % pieces[atom] else size for atom, size in sizes.items()}
-    return replace(found, sizes=tuple(kept.items())) if is_symbolic(tuple(kept.values())) else None
+    return replace(found, sizes=kept) if is_symbolic(tuple(kept.values())) else None
 
 
 def _program(made: BoundRecipe) -> Run:
@@ -352,8 +342,8 @@ def _reduction(made: BoundRecipe, op: Op, atoms: Sequence[str], dims: tuple[int,
     if callable(op):
         return functools.partial(_by_function, op, found.text, dims)
     if made.sized is not None:  # for its part of the whole, one size tells as much as another
-        own = replace(made, sized=None).computed
-    count, empty = math.prod([own[atom] for atom in atoms]), [atom for atom in atoms if not found.size[atom]]
+        own = BoundRecipe(found).computed
+    count, empty = math.prod([own[atom] for atom in atoms]), [atom for atom in atoms if not found.sizes[atom]]
     if op in EXTREMES and empty and not found.counted:
         names = " and ".join(f"'{atom}'" for atom in empty)
         raise SizeError(f"a {op} over no elements has no value: {names} is 0\nin  {found.text}")

@@ -250,7 +250,7 @@ def _of_recipe(kind: str, subject: Recipe, alone: bool, dtype: str) -> Explanati
         _tensor(name, each.tensor, subject.whole(each.groups), dtype, each.elementary.spec)
         for name, each in zip([*names, "result"], [*subject.inputs, result], strict=True)
     ]
-    sizes = {name: size for name, size in subject.sizes if name.isidentifier()}
+    sizes = {name: size for name, size in subject.sizes.items() if name.isidentifier()}
     work, forward = _local_work(subject, dtype), _moves_of(subject, dtype)
     backward = None if alone else _gradients(subject, dtype)
     of_each = _gradients_of_shards(subject, dtype)

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from axes.algebra.errors import ExpressionError, SizeError, shortened, suggestion
 from axes.algebra.grammar import (
     Dim,
     Factor,
     Item,
-    Place,
     Span,
     Spec,
     check_different,
@@ -35,90 +34,55 @@ Groups = tuple[tuple[str, ...], ...]
 """The atoms of each dim of a tensor."""
 
 
-@dataclass(frozen=True)
 class Term:
-    """One tensor of an expression: `spec` as it is written, and its `dims` with an atom for each factor."""
+    """One tensor of an expression: `spec` as it is written, and its `dims` with an atom for each factor.
 
-    spec: Spec
-    dims: tuple[Dim, ...]
+    groups: the atoms of each dim. atoms: those of all dims in order, and the `factors` that they are; one that stands
+    twice is listed twice. keeps_any: whether the `|` clause is `*`, whatever is pending.
+    """
 
-    @functools.cached_property
-    def groups(self) -> Groups:
-        """The atoms of each dim."""
-        return tuple([tuple([str(factor.name) for factor in dim.factors]) for dim in self.dims])
-
-    @functools.cached_property
-    def atoms(self) -> tuple[str, ...]:
-        """The atoms of all dims in order; one that stands twice is listed twice."""
-        return tuple([atom for group in self.groups for atom in group])
-
-    @property
-    def factors(self) -> list[Factor]:
-        """The factors that these atoms are."""
-        return [factor for dim in self.dims for factor in dim.factors]
-
-    @property
-    def keeps_any(self) -> bool:
-        """Whether the `|` clause is `*`: whatever is pending."""
-        return any(pending.op == "*" for pending in self.spec.pending or ())
+    def __init__(self, spec: Spec, dims: tuple[Dim, ...]):
+        self.spec, self.dims = spec, dims
+        self.groups: Groups = tuple([tuple([str(factor.name) for factor in dim.factors]) for dim in dims])
+        self.factors = [factor for dim in dims for factor in dim.factors]
+        self.atoms = tuple([str(factor.name) for factor in self.factors])
+        self.keeps_any = any(pending.op == "*" for pending in spec.pending or ())
 
 
-@dataclass(frozen=True, eq=False)
 class Reading:
     """An expression for tensors of given ranks, one object for each (see `read`).
 
-    `wholes` are the groups that became one atom, with the names in them. `items` are the names of the text, each with
-    its size where that is written.
+    wholes: the groups that became one atom, with the names in them. items: the names of the text, each with its size
+    where that is written. terms: the operands and the result. atoms: all of them, in the order of the text. axes: those
+    that are named anywhere.
+
+    explicit: the atoms that carry `@` anywhere in the expression, in a place of their own or behind their group.
+    starred: those of which a place holds `*`; where they stand bare they keep what they have.
+    alone: `(operand, dim, atom)` of those that are a dim by themselves wherever they stand, without a size in the text.
     """
 
-    kind: str
-    text: str
-    operands: tuple[Term, ...]
-    result: Term
-    wholes: Mapping[str, tuple[str, ...]]
-    items: tuple[Item, ...]
-
-    @functools.cached_property
-    def terms(self) -> tuple[Term, ...]:
-        """The operands and the result."""
-        return (*self.operands, self.result)
-
-    @functools.cached_property
-    def atoms(self) -> tuple[str, ...]:
-        """Every atom, in the order of the text."""
-        return tuple(dict.fromkeys([atom for term in self.terms for atom in term.atoms]))
-
-    @functools.cached_property
-    def alone(self) -> tuple[tuple[int, int, str], ...]:
-        """`(operand, dim, atom)` of the atoms that are a dim by themselves wherever they stand, and have no size in
-        the text."""
-        merged = {atom for term in self.terms for group in term.groups if len(group) > 1 for atom in group}
-        others = merged | {item.name for item in self.items if item.size} | {*self.wholes}
-        return tuple(
-            (operand, dim, group[0])
-            for operand, term in enumerate(self.operands)
-            for dim, group in enumerate(term.groups)
-            if group and not is_number(group[0]) and group[0] not in others
-        )
-
-    @functools.cached_property
-    def explicit(self) -> frozenset[str]:
-        """The atoms that carry `@` anywhere in the expression, in a place of their own or behind their group."""
-        return frozenset([atom for atom, place in self._places() if place is not None])
-
-    @functools.cached_property
-    def starred(self) -> frozenset[str]:
-        """The atoms of which a place holds `*`: their bare occurrences keep what they have."""
-        return frozenset([atom for atom, place in self._places() if place is not None and "*" in place.names])
-
-    @functools.cached_property
-    def axes(self) -> tuple[str, ...]:
-        """Every axis that is named anywhere."""
-        return tuple(dict.fromkeys([axis for term in self.terms for axis in term.spec.axes]))
-
-    def _places(self) -> list[tuple[str, Place | None]]:
+    def __init__(
+        self,
+        kind: str,
+        text: str,
+        operands: tuple[Term, ...],
+        result: Term,
+        wholes: Mapping[str, tuple[str, ...]],
+        items: tuple[Item, ...],
+    ):
+        self.kind, self.text, self.operands, self.result = kind, text, operands, result
+        self.wholes, self.items, self.terms = wholes, items, (*operands, result)
+        self.atoms = tuple(dict.fromkeys([atom for term in self.terms for atom in term.atoms]))
+        self.axes = tuple(dict.fromkeys([axis for term in self.terms for axis in term.spec.axes]))
         dims = [dim for term in self.terms for dim in term.dims]
-        return [(str(factor.name), factor.place or dim.place) for dim in dims for factor in dim.factors]
+        places = [(str(factor.name), factor.place or dim.place) for dim in dims for factor in dim.factors]
+        self.explicit = frozenset([atom for atom, place in places if place is not None])
+        self.starred = frozenset([atom for atom, place in places if place is not None and "*" in place.names])
+        merged = {str(factor.name) for dim in dims if len(dim.factors) > 1 for factor in dim.factors}
+        others = merged | {item.name for item in items if item.size} | {*wholes}
+        groups = [(at, dim, group) for at, term in enumerate(operands) for dim, group in enumerate(term.groups)]
+        firsts = [(at, dim, group[0]) for at, dim, group in groups if group and not is_number(group[0])]
+        self.alone = tuple([each for each in firsts if each[2] not in others])
 
     def span_of(self, atom: str, terms: Sequence[Term] = ()) -> Span:
         """Where an atom stands (in some tensors), for the caret of an error."""

@@ -16,7 +16,6 @@ a tensor with one dim per atom of the expression. So a split of a group has to f
 
 from __future__ import annotations
 
-import functools
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -61,7 +60,7 @@ class Shardings:
     computed: Sharding
     conjugate: bool = False
 
-    @functools.cached_property
+    @property
     def atoms(self) -> tuple[str, ...]:
         """The atoms in order, those of a diagonal repeatedly."""
         return tuple([atom for group in self.groups for atom in group])
@@ -102,36 +101,31 @@ class Recipe:
     text: str
     mesh: Mesh
     op: Op
-    sizes: tuple[tuple[str, int], ...]
+    sizes: Mapping[str, int]
     inputs: tuple[Shardings, ...]
     result: Shardings
     averages: bool = False
     multiplier: int = 1
     counted: tuple[Layout, ...] = ()
 
-    @functools.cached_property
-    def size(self) -> dict[str, int]:
-        """The whole size of every atom."""
-        return dict(self.sizes)
-
-    @functools.cached_property
+    @property
     def divisor(self) -> int:
         """By what the local sum is divided."""
         gone = {*self.inputs[0].atoms} ^ {*self.result.atoms}
-        return math.prod([self.size[atom] for atom in gone]) if self.averages else 1
+        return math.prod([self.sizes[atom] for atom in gone]) if self.averages else 1
 
     def whole(self, groups: Groups) -> Shape:
         """The whole shape of a tensor whose dims are groups of atoms."""
-        return tuple([math.prod([self.size[atom] for atom in group]) for group in groups])
+        return tuple([math.prod([self.sizes[atom] for atom in group]) for group in groups])
 
     def shape_of(self, atoms: tuple[str, ...]) -> Shape:
         """The whole shape of a tensor with one dim per atom."""
-        return tuple([self.size[atom] for atom in atoms])
+        return tuple([self.sizes[atom] for atom in atoms])
 
-    @functools.cached_property
+    @property
     def moves(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
         """Where data may move: `(from, to, whole shape)` of each arrow that joins two shardings."""
-        return tuple(arrow for arrow in self.arrows if not unmoved(*arrow))
+        return tuple([arrow for arrow in self.arrows if not unmoved(*arrow)])
 
     @property
     def arrows(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
@@ -149,7 +143,6 @@ class Recipe:
         return "\n".join(lines)
 
 
-@functools.lru_cache(maxsize=8192)
 def unmoved(source: Sharding, target: Sharding, shape: Shape) -> bool:
     """Whether both put the same data on the same ranks, so that nothing needs to be done."""
     return source == target or source.is_equivalent(target, shape)

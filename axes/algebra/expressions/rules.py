@@ -75,7 +75,7 @@ def recipe(
             tuple(_small(reading, result_mesh, actual, whole).items()),
             op,
         )
-    found = replace(found, sizes=tuple(whole.items()))
+    found = replace(found, sizes=whole)
     if kind == "reduce" and assumed:
         found = replace(found, counted=_counted(found, reading, assumed))
     for operand, term, shape in zip(found.inputs, reading.operands, shapes, strict=True) if actual[0] is None else ():
@@ -347,7 +347,7 @@ class _Result:
             reading.text,
             self.mesh,
             self.op,
-            tuple(has.sizes.items()),
+            has.sizes,
             tuple(inputs),
             Shardings(result.groups, tensor, wanted, computed),
             reading.kind == "reduce" and self.op == "mean",

@@ -19,7 +19,6 @@ every other axis the gradient stays as it arrived, split or pending, until somet
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -40,12 +39,6 @@ def gradient(recipe: Recipe, index: int, arrived: Sharding, lazy: bool = True) -
     and no further.
     """
     assert recipe.op in ("sum", "mean") or recipe.kind in ("rearrange", "repeat")
-    return _gradient(recipe.mesh.rank, recipe, index, arrived, lazy)
-
-
-@functools.lru_cache(maxsize=4096)
-def _gradient(_: int, recipe: Recipe, index: int, arrived: Sharding, lazy: bool) -> Recipe:
-    """The same, kept for a rank."""
     if lazy:
         try:
             return _transposed(recipe, index, arrived, lazy=True)
@@ -108,7 +101,7 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     dims: list[Slots] = []
     landed: list[Slots] = []
     for dim, group in zip(arrived.sized(forward.whole(result.groups)).dims, result.groups, strict=True):
-        found = handed_down(dim, [forward.size[atom] for atom in group])
+        found = handed_down(dim, [forward.sizes[atom] for atom in group])
         dims.append(split() if found is None else dim)
         landed += (found or [split() for _ in group])[: len(group)]
     tensor = Sharding(mesh, tuple(dims), arrived.pending, result.groups)
@@ -134,7 +127,7 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     derived = Sharding(mesh, tuple([states[atom] for atom in operand.atoms]), tuple(entries), own)
     target = Sharding(mesh, *final.kept(operand.elementary.dims, derived.dims, entries), own)
     rest = iter(target.dims)
-    closed = [of_names([(next(rest), forward.size[atom]) for atom in group]) for group in operand.groups]
+    closed = [of_names([(next(rest), forward.sizes[atom]) for atom in group]) for group in operand.groups]
     gradient = Sharding(mesh, tuple(closed), target.pending, operand.groups)
     check_torch_can(gradient, forward.whole(operand.groups))
     result = Shardings(operand.groups, gradient, target, derived)

@@ -44,7 +44,6 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from itertools import chain, takewhile
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -121,27 +120,27 @@ class State:
         pending = [tuple([item for item in group if item[1] not in done]) for group in self.pending]
         return replace(self, free=descending((*self.free, *done)), pending=tuple(filter(None, pending)))
 
-    @cached_property
+    @property
     def universe(self) -> Universe:
         """The ranks, in order."""
         return self.space.origin.universe
 
-    @cached_property
+    @property
     def pieces(self) -> tuple[int, ...]:
         """Into how many pieces each slot is split."""
         return tuple(map(_pieces, self.splits))
 
-    @cached_property
+    @property
     def tile(self) -> Shape:
         """The shape of the largest tile."""
         return tuple(map(_largest, self.space.sizes, self.splits))
 
-    @cached_property
+    @property
     def largest(self) -> int:
         """Elements of the largest tile."""
         return math.prod(self.tile)
 
-    @cached_property
+    @property
     def is_even(self) -> bool:
         """Whether all tiles are equally large."""
         return not any(map(operator.mod, self.space.sizes, self.pieces))

@@ -101,7 +101,8 @@ class GroupSide:
 
     pieces: what each dim is cut into. members: the digits of the position that the group steps through, None for all.
     first: the position of its first rank. layers: the digits over which a reduction is pending.
-    held: the tile of each rank. ranks: those that have a tile, ascending. Tiles of no elements are left out.
+    held: the tile of each rank. ranks: those that have a tile, ascending. sizes: the elements of each tile; `largest` is the most.
+    Tiles of no elements are left out.
     """
 
     def __init__(
@@ -120,7 +121,10 @@ class GroupSide:
         self.ranks: dict[Held, list[int]] = {}
         for held, rank in zip(zip(*columns, strict=True), universe.pick(positions), strict=True):
             self.ranks.setdefault(held, []).append(rank)
-        self.ranks = {held: sorted(ranks) for held, ranks in self.ranks.items() if volume(self.tile(held))}
+        sizes = {held: volume(self.tile(held)) for held in self.ranks}
+        self.sizes = {held: size for held, size in sizes.items() if size}
+        self.largest = max(self.sizes.values(), default=0)
+        self.ranks = {held: sorted(self.ranks[held]) for held in self.sizes}
         self.held = {rank: held for held, ranks in self.ranks.items() for rank in ranks}
 
     def tile(self, held: Held) -> Tile:
@@ -156,23 +160,29 @@ def _meeting(spans: Spans, runs: Runs) -> list[int]:
 # --- who sends ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class GroupExchange:
     """Who sends what to whom among the `ranks` of a group, asked of one rank at a time.
 
-    boxes: where a part of a tile lies in it.
+    boxes: where a part of a tile lies in it. peers: the index of each rank in the group.
     """
 
-    before: GroupSide
-    after: GroupSide
-    ranks: tuple[int, ...]
-    ranks_per_node: int = 8
-    boxes: Callable[[Tile, Tile], tuple[Box, ...]] = boxes_within
-
-    @cached_property
-    def peers(self) -> dict[int, int]:
-        """The index of each rank in the group."""
-        return {rank: index for index, rank in enumerate(self.ranks)}
+    def __init__(
+        self,
+        before: GroupSide,
+        after: GroupSide,
+        ranks: tuple[int, ...],
+        ranks_per_node: int = 8,
+        boxes: Callable[[Tile, Tile], tuple[Box, ...]] = boxes_within,
+    ):
+        self.before, self.after, self.ranks, self.ranks_per_node, self.boxes = (
+            before,
+            after,
+            ranks,
+            ranks_per_node,
+            boxes,
+        )
+        self.peers = {rank: index for index, rank in enumerate(ranks)}
+        self._senders = lru_cache(maxsize=64)(self._senders_of)
 
     @cached_property
     def kept(self) -> dict[int, int]:
@@ -183,11 +193,10 @@ class GroupExchange:
             found[rank] = volume(intersection(had, wanted))
         return found
 
-    @cached_property
+    @property
     def received(self) -> dict[int, int]:
         """How many elements each rank receives: what it wants of each layer, less what it has."""
-        sizes = [(volume(self.after.tile(held)), ranks) for held, ranks in self.after.ranks.items()]
-        wanted = {rank: size for size, ranks in sizes for rank in ranks}
+        wanted = {rank: self.after.sizes[held] for rank, held in self.after.held.items()}
         return {rank: self.before.layers * wanted.get(rank, 0) - kept for rank, kept in self.kept.items()}
 
     @cached_property
@@ -195,25 +204,26 @@ class GroupExchange:
         """The most elements that a rank receives."""
         return max(self.received.values())
 
-    @cached_property
+    @property
     def most_sent(self) -> int:
         """The most elements that a rank sends: an even share of what is wanted of those that have the same."""
         every, found = len(next(iter(self.after.ranks.values()), ())), [0]
         for held, ranks in self.before.ranks.items():
             # Of a tile each element is wanted as often as any other.
-            wanted = every * volume(self.before.tile(held)) - sum([self.kept[rank] for rank in ranks])
+            wanted = every * self.before.sizes[held] - sum([self.kept[rank] for rank in ranks])
             found.append(wanted if len(ranks) == 1 else max(self.most_received, -(-wanted // len(ranks))))
         return max(found)
 
-    @cached_property
+    @property
     def sent(self) -> dict[int, int]:
         """How many elements each rank sends."""
         found = dict.fromkeys(self.ranks, 0)
-        for held in self.before.ranks:
+        for held, (first, *_) in self.before.ranks.items():
+            senders = self._senders(held)
             for wanted, part in self._parts(held):
                 count, receivers = volume(part), self.after.ranks[wanted]
-                for sender in [self._sender(held, each) for each in receivers if self.before.held.get(each) != held]:
-                    found[sender] += count
+                for receiver in [each for each in receivers if self.before.held.get(each) != held]:
+                    found[senders.get(receiver, first)] += count
         return found
 
     def is_permutation(self) -> bool:
@@ -234,10 +244,9 @@ class GroupExchange:
             else:
                 receives.append(self._message(sender, part, mine, layer))
         if held is not None:
+            senders = self._senders(held)
             for wanted, part in self._parts(held):
-                to = [
-                    other for other in self.after.ranks[wanted] if other != rank and self._sender(held, other) == rank
-                ]
+                to = [other for other in self.after.ranks[wanted] if other != rank and senders.get(other, rank) == rank]
                 sends += [self._message(other, part, self.before.tile(held), held[0]) for other in to]
         layer = 0 if held is None else held[0]
         return Exchange(self.ranks, tuple(sorted(sends)), tuple(sorted(receives)), copies, layer, self.before.layers)
@@ -249,7 +258,7 @@ class GroupExchange:
             return
         mine = self.after.tile(wanted)
         for each in self.before.meeting(mine):
-            sender = rank if each == held else self._sender(each, rank)
+            sender = rank if each == held else self._senders(each).get(rank, self.before.ranks[each][0])
             yield each[0], sender, intersection(self.before.tile(each), mine)
 
     def _message(self, peer: int, part: Tile, within: Tile, layer: int) -> Message:
@@ -260,24 +269,17 @@ class GroupExchange:
         tile = self.before.tile(held)
         return ((wanted, intersection(tile, self.after.tile(wanted))) for wanted in self.after.meeting(tile))
 
-    def _sender(self, held: Held, receiver: int) -> int:
-        """Who gives a receiver what it wants of a tile."""
-        holders = self.before.ranks[held]
-        return holders[0] if len(holders) == 1 else self._senders(held)[receiver]
-
-    @cached_property
-    def _senders(self) -> Callable[[Held], dict[int, int]]:
+    def _senders_of(self, held: Held) -> dict[int, int]:
         """Of a tile that several ranks have, for each rank that wants some of it, who gives it that."""
-        return lru_cache(maxsize=64)(self._all_senders)
-
-    def _all_senders(self, held: Held) -> dict[int, int]:
         holders, counts = self.before.ranks[held], dict[int, int]()
+        if len(holders) == 1:
+            return counts
         for wanted, part in self._parts(held):
             counts.update(dict.fromkeys(self.after.ranks[wanted], volume(part)))
         found = {rank: rank for rank in holders if rank in counts}
         rest = sorted({*counts} - {*found}, key=lambda rank: (-counts[rank], rank))
         share = -(-sum([counts[rank] for rank in rest]) // len(holders))
-        most = max(share, self.most_received * volume(self.before.tile(held)) // self._largest)
+        most = max(share, self.most_received * self.before.sizes[held] // self.before.largest)
         sent = dict.fromkeys(holders, 0)
         for node in (self.ranks_per_node, math.inf):
             queues: dict[float, list[tuple[int, int]]] = {}
@@ -291,11 +293,6 @@ class GroupExchange:
                     heapreplace(queue, (sent[holder], holder))
                     found[rank] = holder
         return found
-
-    @cached_property
-    def _largest(self) -> int:
-        """Elements of the largest tile that a rank has before."""
-        return max([volume(self.before.tile(held)) for held in self.before.ranks])
 
 
 @lru_cache(maxsize=64)
