@@ -65,11 +65,11 @@ if TYPE_CHECKING:
     from axes.ops.collectives import ppermute as ppermute
     from axes.ops.collectives import psum as psum
     from axes.ops.collectives import psum_scatter as psum_scatter
-    from axes.ops.constrain import constrain as constrain
     from axes.ops.einops_ops import einsum as einsum
     from axes.ops.einops_ops import rearrange as rearrange
     from axes.ops.einops_ops import reduce as reduce
     from axes.ops.einops_ops import repeat as repeat
+    from axes.ops.reshard import constrain as constrain
     from axes.ops.reshard import reshard as reshard
     from axes.ops.shard_map import shard_map as shard_map
     from axes.runtime.factories import empty as empty
@@ -132,9 +132,8 @@ _HOME = {
         "psum",
         "psum_scatter",
     ),
-    "axes.ops.constrain": ("constrain",),
     "axes.ops.einops_ops": ("einsum", "rearrange", "reduce", "repeat"),
-    "axes.ops.reshard": ("reshard",),
+    "axes.ops.reshard": ("constrain", "reshard"),
     "axes.ops.shard_map": ("shard_map",),
     "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
     "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from axes.algebra import providers
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shown, wrong_dims
-from axes.algebra.grammar import Span, place_text
+from axes.algebra.grammar import Span, Spec, place_text
 from axes.algebra.layout import MOST_BITS, Layout, Universe, common_digits
 from axes.algebra.opaque import Placement
 from axes.algebra.sizes import Shape, checked_rank, checked_shape, tuple_of, whole_number
@@ -67,27 +67,28 @@ class Slot(NamedTuple):
 
 
 class Slots(tuple[Slot, ...]):
-    """How a dim is split: its slots, major first; more than one where it was written as a group."""
+    """How a dim is split: its slots, major first; more than one where it was written as a group.
 
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The layouts that split the dim or one of its factors, each of which is one `torch.chunk`."""
-        return self[0].layouts if len(self) == 1 else tuple([layout for slot in self for layout in slot.layouts])
+    layouts: those that split the dim or one of its factors, each of which is one `torch.chunk`. pieces: into how many
+    they split it. is_plain: whether it is one slot, of any size.
+    """
+
+    layouts: tuple[Layout, ...]
+    pieces: int
+    is_plain: bool
+
+    def __new__(cls, slots: Iterable[Slot]) -> Slots:
+        """The dim of these slots."""
+        found = super().__new__(cls, slots)
+        found.layouts = tuple(itertools.chain.from_iterable(map(operator.attrgetter("layouts"), found)))
+        found.pieces = math.prod(map(operator.attrgetter("size"), found.layouts))
+        found.is_plain = len(found) == 1 and found[0].size is None
+        return found
 
     @property
     def unsplit(self) -> Slots:
         """The dim without what splits it."""
         return Slots([Slot((), slot.size) for slot in self])
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one slot, of any size."""
-        return len(self) == 1 and self[0].size is None
-
-    @property
-    def pieces(self) -> int:
-        """Into how many pieces the dim is split."""
-        return math.prod([layout.size for layout in self.layouts])
 
 
 def names_of(names: Sequence[str], slots: Sequence[object]) -> tuple[str, ...]:
@@ -137,6 +138,9 @@ class Sharding(providers.Pictured):
     for printing alone; axes are printed by the first name that the mesh has for them, and those of one rank, which
     split nothing, aren't part of it. Pending reductions are resolved in their order, the first innermost.
 
+    universe: the ranks, in order. ndim: the number of dims of the tensor. is_plain: whether every dim is one slot, of
+    any size. used: every layout that splits a dim or is pending.
+
     Raises `ShardingError` where an axis isn't made of the mesh's axes, or where two places take
     the same ranks.
     """
@@ -145,16 +149,19 @@ class Sharding(providers.Pictured):
     dims: tuple[Slots, ...]
     pending: Pending = ()
     names: Names = field(default=(), compare=False)
+    universe: Universe = field(init=False, compare=False)
+    ndim: int = field(init=False, compare=False)
+    is_plain: bool = field(init=False, compare=False)
+    used: tuple[Layout, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not {*map(type, self.dims)} <= {Slots}:
             raise ShardingError("a Sharding is made by mesh.sharding(text), or by Sharding.from_placements")
+        splits = itertools.chain.from_iterable(map(operator.attrgetter("layouts"), self.dims))
+        used = (*splits, *map(operator.itemgetter(1), self.pending))
+        is_plain = all(map(operator.attrgetter("is_plain"), self.dims))
+        self.__dict__.update(universe=self.mesh.universe, ndim=len(self.dims), is_plain=is_plain, used=used)
         _check_axes(self)
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims of the tensor."""
-        return len(self.dims)
 
     @property
     def spec(self) -> str:
@@ -218,17 +225,6 @@ class Sharding(providers.Pictured):
         whole = checked_shape(shape)
         sizes = [size % dim.pieces for size, dim in zip(whole, self.dims, strict=False) if len(dim) == 1]
         return len(whole) == self.ndim and not any(sizes)
-
-    @property
-    def universe(self) -> Universe:
-        """The ranks, in order."""
-        return self.mesh.universe
-
-    @property
-    def used(self) -> tuple[Layout, ...]:
-        """Every layout that splits a dim or is pending."""
-        splits = map(operator.attrgetter("layouts"), self.dims)
-        return (*itertools.chain.from_iterable(splits), *map(operator.itemgetter(1), self.pending))
 
     def extents(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Per dim the sizes of its factors, solved from the tensor's shape.
@@ -344,11 +340,6 @@ class Sharding(providers.Pictured):
             )
         return replace(self, mesh=mesh)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every dim is one slot, of any size."""
-        return all(map(operator.attrgetter("is_plain"), self.dims))
-
     # inside
 
     def _extents(self, shape: Shape) -> tuple[Shape, ...]:
@@ -407,6 +398,12 @@ def check_apart(places: Iterable[tuple[object, str, Layout, Span]], text: str = 
             both = f"axis '{name}' is used twice" if name == other else f"axes '{other}' and '{name}' share ranks"
             caret = f"\n{pointed(text, *span)}" if text else ""
             raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending{caret}")
+
+
+def check_once(mesh: Mesh, text: str, tree: Spec) -> None:
+    """Refuse axes that stand twice in a tensor or share ranks, by the names that the text has, whatever their size."""
+    places = [(where, name, place.span) for where, place in tree.places for name in place.names]
+    check_apart([(where, name, mesh.layout(name), span) for where, name, span in places if name != "*"], text)
 
 
 @functools.lru_cache(maxsize=4096)

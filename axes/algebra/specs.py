@@ -31,7 +31,7 @@ from axes.algebra.errors import (
 )
 from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import Layout
-from axes.algebra.sharding import Sharding, Slot, Slots, check_apart, slots_text
+from axes.algebra.sharding import Sharding, Slot, Slots, check_once, slots_text
 from axes.algebra.sizes import given_sizes
 
 if TYPE_CHECKING:
@@ -96,12 +96,6 @@ def read_sharding(
             pending += [(each.op, layout) for layout in _axes(mesh, spec, each.place)]
     slots, names = [slots for slots, _ in found], [names for _, names in found]
     return Sharding(mesh, tuple(slots), tuple(pending), tuple(names)), same
-
-
-def check_once(mesh: Mesh, text: str, tree: grammar.Spec) -> None:
-    """Refuse axes that stand twice in a tensor or share ranks, by the names that the text has, whatever their size."""
-    places = [(where, name, place.span) for where, place in tree.places for name in place.names]
-    check_apart([(where, name, mesh.layout(name), span) for where, name, span in places if name != "*"], text)
 
 
 def retargeted(

@@ -8,6 +8,7 @@ y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: wha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, overload
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra import providers
 from axes.algebra.errors import ExpressionError, ShardingError, shortened, shown, suggestion
 from axes.algebra.expressions.reading import read
+from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
@@ -27,7 +29,7 @@ from axes.runtime.graphs import read_once
 from axes.runtime.programs import name_of
 from axes.runtime.redistribute import Dtypes, check_takes_part
 from axes.runtime.routes import resharded
-from axes.runtime.sharded import dtensor_of
+from axes.runtime.sharded import dtensor_of, sharding_of, spec_by_rules
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_transforms
 
@@ -143,6 +145,36 @@ def _check_dims(text: str, ndim: int) -> None:
         raise ExpressionError(
             "reshard has the same dims on both sides of '->'; to rearrange them use axes.rearrange", text, 0, len(text)
         )
+
+
+# --- by logical names
+
+
+def constrain(x: DTensor, spec: str, /, mesh: Mesh | None = None, rules: Rules | None = None, **sizes: int) -> DTensor:
+    """`x` as the rules shard a tensor whose dims have these logical names; `x` itself where it is so already.
+
+    `rules` are the ambient ones by default (`with axes.use_rules(rules):`), `mesh` is that of `x`. Keywords are sizes
+    of names in groups. What is pending is resolved, and dims that no rule splits are gathered: a spec is the whole
+    truth, as in `axes.reshard`, which this calls.
+
+    Raises `ShardingError` where there are no rules, or none about a name; otherwise as `axes.reshard`. As JAX's
+    `with_sharding_constraint` and Flax's `with_logical_constraint`.
+
+        with axes.use_rules(axes.Rules(batch="dp", seq="cp", embed=None)):
+            x = axes.constrain(x, "batch seq embed")
+    """
+    if not isinstance(x, DTensor):
+        check_not_wrapped("axes.constrain", x)
+        raise ShardingError(
+            f"axes.constrain takes a DTensor; found {type(x).__name__}. Inside a region a shard stays as it is"
+        )
+    rules = rules if rules is not None else ambient_rules()
+    if rules is None:
+        raise ShardingError(f"axes.constrain(x, '{spec}') needs rules: pass rules=, or write it inside axes.use_rules")
+    checked_rules(rules, "axes.constrain")
+    shape = tuple(map(operator.index, x.shape))
+    where = mesh if mesh is not None else sharding_of(x).mesh
+    return reshard(x, spec_by_rules(rules, spec, where, shape, tuple(sizes.items())), mesh=mesh, sizes=sizes)
 
 
 # --- many tensors at once: one exchange for a bucket of them, in place of collectives for each

@@ -254,7 +254,7 @@ def _of_recipe(kind: str, subject: Recipe, alone: bool, dtype: str) -> Explanati
     work, forward = _local_work(subject, dtype), _moves_of(subject, dtype)
     backward = None if alone else _gradients(subject, dtype)
     of_each = _gradients_of_shards(subject, dtype)
-    drawn = subject.mesh.size <= MOST and subject.mesh.coordinate is not None and all(subject.size.values())
+    drawn = subject.mesh.size <= MOST and subject.mesh.coordinate is not None and all(subject.sizes.values())
     titles = {
         "backward, of DTensors: the result's gradient lies as the result": backward,
         "backward, of plain shards: the sum of all ranks' losses": of_each,

@@ -1,8 +1,8 @@
 """Flow: what an expression means for sharded tensors, worked out before anything is sent.
 
-The way from text to a recipe: `reading` opens groups and `...` into atoms, `operands` solves their sizes, hands the
-splits of dims down to them and compares these with the left side, `rules` applies the four rules of the notation,
-`recipe` is the result, and `transpose` derives the recipe of each operand's gradient from it.
+The way from text to a recipe: `reading` opens groups and `...` into atoms; `rules` solves their sizes, hands the splits
+of dims down to them, compares these with the left side, and applies the four rules of the notation; `recipe` is the
+result, and `transpose` derives the recipe of each operand's gradient from it.
 
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("dp=2 tp=2")

@@ -16,10 +16,11 @@ a tensor with one dim per atom of the expression. So a split of a group has to f
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from axes.algebra.expressions.reading import Groups
@@ -52,18 +53,17 @@ def singles(atoms: Iterable[str]) -> Groups:
 @dataclass(frozen=True)
 class Shardings:
     """The shardings of an operand or of the result, whose dims are `groups` of atoms: as it is, with one dim per atom,
-    and where the local computation takes or gives it."""
+    and where the local computation takes or gives it. `atoms` are those of all groups in order."""
 
     groups: Groups
     tensor: Sharding
     elementary: Sharding
     computed: Sharding
     conjugate: bool = False
+    atoms: tuple[str, ...] = field(init=False)
 
-    @property
-    def atoms(self) -> tuple[str, ...]:
-        """The atoms in order, those of a diagonal repeatedly."""
-        return tuple([atom for group in self.groups for atom in group])
+    def __post_init__(self) -> None:
+        self.__dict__["atoms"] = tuple(itertools.chain.from_iterable(self.groups))
 
     @property
     def splits(self) -> list[tuple[str, Slots]]:

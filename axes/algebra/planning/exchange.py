@@ -101,8 +101,8 @@ class GroupSide:
 
     pieces: what each dim is cut into. members: the digits of the position that the group steps through, None for all.
     first: the position of its first rank. layers: the digits over which a reduction is pending.
-    held: the tile of each rank. ranks: those that have a tile, ascending. sizes: the elements of each tile; `largest` is the most.
-    Tiles of no elements are left out.
+    held: the tile of each rank. ranks: those that have a tile, ascending. sizes: the elements of each tile, of
+    which `largest` is the most. Tiles of no elements are left out.
     """
 
     def __init__(
