@@ -22,6 +22,7 @@ algebra.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -277,7 +278,7 @@ class Mesh(providers.Pictured):
         The left side describes the axes as they are, in order; the right side lists those of the
         result. `(dp cp)` on the left splits an axis, `fsdp=(dp cp)` on the right flattens, `pp=1`
         adds an axis of size one, `...` stands for the axes that aren't named. New names join the
-        namespace.
+        namespace. Cached by mesh and text.
 
         Raises `ExpressionError`, `SizeError`, and `MeshError` where a name already means other ranks.
 
@@ -285,9 +286,9 @@ class Mesh(providers.Pictured):
         >>> mesh.rearrange("(replicate shard) tp -> replicate fsdp=(shard tp)", shard=4).shape
         {'replicate': 2, 'fsdp': 8}
         """
-        given = dict(written_sizes(keywords, sizes))
-        names, namespace, _ = rearranged(self.axis_names, self.namespace, expression, given)
-        return self._with(axis_names=names, namespace=namespace)
+        given = written_sizes(keywords, sizes)
+        checked_text(expression)
+        return _rearranged(self._seen_from(None), expression, given)._seen_from(self._view)
 
     def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Explanation:
         """How `rearrange` reads an expression: the sizes solved and the layout operations.
@@ -665,6 +666,12 @@ def checked_mesh(mesh: Mesh) -> Mesh:
         hint = "\naxes.Mesh.from_device_mesh makes one of torch's" if kind == "DeviceMesh" else ""
         raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {kind}: {shown(mesh)}{hint}")
     return mesh
+
+
+@functools.lru_cache(maxsize=4096)
+def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
+    names, namespace, _ = rearranged(mesh.axis_names, mesh.namespace, expression, dict(sizes))
+    return mesh._with(axis_names=names, namespace=namespace)
 
 
 def listed(ranks: range | tuple[int, ...], most: int = 64) -> str:
