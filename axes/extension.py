@@ -47,7 +47,7 @@ from axes.runtime.linear import linear
 from axes.runtime.operation import Listener, Operation, collective, waited
 from axes.runtime.sharded import dtensor_of, sharding_of, to_local
 from axes.runtime.shards import check_share, read_shard, told_shapes
-from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_transforms
+from axes.runtime.transforms import as_plain, check_dense, check_transforms
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -144,11 +144,11 @@ def dtensor(shard: torch.Tensor, like: DTensor | Sharding, shape: Sequence[int] 
     return torch_private.dtensor(shard, spec_around(shard, spec.mesh, spec.placements, tuple(spec.shape)))
 
 
-def dense(what: str, x: T, sends: bool = False) -> T:
+def dense(what: str, x: T) -> T:
     """`x`, without a class of the user's that changes nothing below autograd.
 
-    Raises `ShardingError` for what is no tensor, for one that is sparse, nested, quantized or lazy, for a DTensor
-    inside a transform of `torch.func`, and, where its numbers are sent, for any tensor inside one or in forward mode.
+    Raises `ShardingError` for what is no tensor, for one that is sparse, nested, quantized or lazy, and
+    inside a transform of `torch.func` or in forward mode.
 
     >>> dense("halo", [1.0])
     Traceback (most recent call last):
@@ -157,8 +157,7 @@ def dense(what: str, x: T, sends: bool = False) -> T:
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"{what} takes a tensor; found {type(x).__name__}")
     check_dense(x, what)
-    if torch_private.transforms_are_on():
-        check_transforms(what, (x,)) if sends else check_not_wrapped(what, x)
+    check_transforms(what)
     return x if torch.compiler.is_compiling() else as_plain(x)  # type: ignore[return-value]
 
 

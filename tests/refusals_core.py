@@ -148,6 +148,7 @@ MOVED = (
     ("axes.reshard(D('b@dp s | max@tp', 4, 4), 'b s | sum@tp')", "ShardingError", "the target has sum pending over tp, where the source has max\n  source  _@dp _"),
     ("axes.reshard(D('b@dp s | sum@tp', 4, 4), 'b s@tp | *')", "ShardingError", "'tp' is used twice"),
     ("axes.reshard(axes.from_local(L(4).long(), 'n | mean@tp'), 'n |')", "ShardingError", "a mean of int64 isn't int64"),
+    ("axes.reshard(L(4).requires_grad_(), 'n | max@tp -> n')", "ShardingError", "a pending max has no gradient where it is resolved", "axes.pmax(x, axis)"),
     ("axes.reshard(D('n', 4), 'n@@tp')", "ExpressionError", "n@@tp\n"),
     ("axes.reshard(D('n', 4), 3)", "ExpressionError", "takes a spec or a Sharding"),
     ("axes.reshard(L(4), 'n@tp')", "ShardingError", "write both sides"),
@@ -159,8 +160,6 @@ MOVED = (
     ("axes.reshard(D('n', 5), 'n@(tp cp)')", "ShardingError", "DTensor"),
     ("axes.reshard(D('n', 4), '(h@tp e)', h=[2])", "SizeError", "found [2]"),
     *[(f"axes.reshard(D('a', {n}), '(h@tp d)', h=4)", "ShardingError", "don't multiply to the dim") for n in (10, 14, 30)],
-    ("axes.reshard(L(2), 'n@tp -> n', grad='pending')", "ShardingError", "axes.reshard: grad='pending' is about"),
-    ("axes.repeat(L(2), 'n@tp -> n', grad='pending')", "ShardingError", "axes.repeat: grad='pending' is about"),
     ("axes.reshard(L(2), '_@tp -> _')", "ExpressionError", "'_' stands in specs only; reshard needs a name"),
     ("axes.reshard(L(2), '2 -> 2')", "ExpressionError", "reshard takes no number but 1 on the left"),
     *[(f"axes.reshard(axes.from_local(L(4).to({dtype}), 'n | {op}@tp'), 'n')", "ShardingError", said) for dtype, op, said in (
@@ -348,10 +347,6 @@ SPECS = (
 )
 """Doors that take the text of a tensor of two dims, SPEC, and names that go with it: each says the same of a mistake."""
 
-WORDS = (
-    *(f"axes.{call}, grad=...)" for x in ("L(2, 2)", "D('a@tp b', 2, 2).requires_grad_()") for call in (f"reshard({x}, 'a b'", f"rearrange({x}, 'a b -> b a'")),
-    *(f"axes.{call}, grad=...)" for x in ("L(2, 2)", "D('a b', 2, 2)") for call in (f"reduce({x}, 'a b -> a', 'sum'", f"repeat({x}, 'a b -> a b n', n=2", f"einsum({x}, 'a b -> a'")),
-)
 NUMBERS = (
     ("mesh.sharding('b@dp').local_shape((4,), rank=...)", "MeshError", "a rank is a whole number from 0"),
     ("mesh.axis('tp').ranks_of(...)", "MeshError", "a rank is a whole number from 0"),
@@ -364,7 +359,6 @@ NUMBERS = (
 DOORS = (
     *[(door.replace("SPEC", "a@tp a").replace("NAMES", "a a"), "ExpressionError", "'a' stands twice in one tensor", "^") for door in SPECS],
     *[(door.replace("SPEC", "a@tp b@tp").replace("NAMES", "a b"), "ShardingError", "'tp' is used twice") for door in SPECS],
-    *[row for word in WORDS for row in told(word, "ShardingError", [(wrong, "grad is 'resolved' or 'pending'; found") for wrong in ("'pendng'", "None", "True", "''", "'Resolved'")])],
     *[row for program, error, said in NUMBERS for row in told(program, error, [(wrong, said) for wrong in ("1.0", "'1'", "True", "[2]")])],
 )
 # fmt: on

@@ -410,14 +410,6 @@ def test_a_mistake_in_a_graph_is_an_error_of_torch_with_the_text_of_ours(mistake
                 torch.compile(each, backend="aot_eager", fullgraph=fullgraph)(x)
 
 
-@pytest.mark.parametrize("call", [axes.reshard, lambda x, text, grad: axes.einsum(x, f"b s -> {text}", grad=grad)])
-def test_a_wrong_word_for_gradients_is_refused_in_a_graph(call):
-    torch._dynamo.reset()
-    refused = pytest.raises(Exception, match="grad is 'resolved' or 'pending'; found")
-    with axes.simulate(1), axes.init_mesh("tp=1", device_type="cpu"), refused:
-        torch.compile(call, backend="eager", fullgraph=True)(axes.ones("b s", b=4, s=4), "b s", grad="pendng")
-
-
 def told_sizes() -> dict[str, str]:
     """What comes of graphs that make DTensors without whole sizes, of even parts and of others."""
     mesh, found = axes.init_mesh("tp=2", device_type="cpu"), {}

@@ -104,8 +104,6 @@ DIFFER: dict[str, tuple[Callable[[int], Any], tuple[Told, ...]]] = {
     "order of members": (other_order, (("DesyncError", "ranks 0, 1 in this order", "ranks 1, 0 in this order"),) * 2 + ((), ())),
     "a shard of other dims": (lambda r: axes.from_local(torch.ones((2,) * (3 if r == 3 else 2)), "a@tp b", mesh=mesh_of(r, "tp=4", timeout=LIMIT)), (*[("DesyncError", "rank 3 was last seen when it raised in axes.from_local 'a@tp b': the spec 'a@tp b' has 2 dims, the tensor 3")] * 3, ("ShardingError",))),
     "a shard with another spec": (lambda r: axes.from_local(torch.ones(2, 2), "a b@tp" if r == 3 else "a@tp b", mesh=mesh_of(r, "tp=4")), (*[("DesyncError", "axes.from_local 'a@tp b': what rank 3 told are")] * 3, ("DesyncError", "axes.from_local 'a b@tp': what ranks 0, 1, 2 told are sizes of another call's tensors"))),
-    "a shard without values": (lambda r: axes.from_local(torch.ones(2, 2, device="meta" if r == 3 else None), "a@tp b", mesh=mesh_of(r, "tp=4")), (("ShardingError", "axes.from_local 'a@tp b': ranks 0, 1, 2, 3 have parts of different dtypes or devices:\n  rank 0 has torch.float32", "\n  rank 3 has torch.float32 on the device 'meta'"),)),
-    "a shard of another dtype": (lambda r: axes.from_local(torch.ones(2, 2, dtype=torch.float64 if r == 3 else torch.float32), "a@tp b", mesh=mesh_of(r, "tp=4")), (("ShardingError", "axes.from_local 'a@tp b': ranks 0, 1, 2, 3 have parts of different dtypes or devices:\n  rank 0 has torch.float32", "\n  rank 3 has torch.float64\ncast them to one"),)),
     # no false alarms
     "the same error on all": (lambda r: mesh_of(r, "dp=3 tp=2"), (("SizeError",),)),
     "other meshes before": (apart, ((),)),

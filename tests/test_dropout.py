@@ -101,7 +101,7 @@ def test_what_is_dropped_is_settled_by_the_seed_and_is_of_any_dtype():
     assert layer.eval()(ones) is axes.nn.dropout(ones, 0.0) is ones
     assert repr(axes.nn.Dropout(0.1, "b s@tp", s=10)) == "Dropout(p=0.1, 'b s@tp', s=10)"
     x = torch.linspace(1, 2, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: axes.nn.dropout(x, 0.5, seed=1) ** 2, x, check_forward_ad=True)
+    assert torch.autograd.gradcheck(lambda x: axes.nn.dropout(x, 0.5, seed=1) ** 2, x)
     assert torch.autograd.gradgradcheck(lambda x: axes.nn.dropout(x, 0.5, seed=1) ** 2, x)
 
 

@@ -42,8 +42,6 @@ SHARDS: dict[str, list[Call]] = {
         lambda x: axes.reshard(x, "a b@tp -> a b"),
         lambda x: axes.reshard(x, "a b | sum@tp -> a b"),
         lambda x: axes.reshard(x, "a b | mean@tp -> a@tp b"),
-        lambda x: axes.reshard(x, "a b | max@tp -> a b"),
-        lambda x: axes.reshard(x, "a b | sum@dp max@tp -> a@dp b"),
         lambda x: axes.reshard(x, "a b@tp -> a@tp b"),
         lambda x: axes.reshard(x, "a b -> a@tp b"),
         lambda x: axes.reshard(x, "a b | sum@tp -> a b", async_op=True),
@@ -147,14 +145,8 @@ def check_forward_mode(name: str) -> None:
     with mesh(), forward_ad.dual_level():
         for seed, call in enumerate(SHARDS[name]):
             x = drawn(seed)
-            with CommDebugMode() as sent:
-                call(x)
-            said = refused(lambda call=call, x=x: call(forward_ad.make_dual(x, x)), TANGENT)
             with case(f"call {seed}"):
-                assert not said or (said.startswith("no error") and not sent.get_total_counts())
-            if said:  # einops
-                tangent = forward_ad.unpack_dual(call(forward_ad.make_dual(x, x))).tangent
-                torch.testing.assert_close(tangent, torch.autograd.functional.jvp(call, x, x)[1])
+                assert not refused(lambda call=call, x=x: call(forward_ad.make_dual(x, x)), TANGENT)
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -199,18 +191,12 @@ def refused(call: Callable[[], Any], text: str) -> str:
 
 
 def check_transforms(name: str) -> None:
-    """What sends nothing may be right instead: torch then has it as any other function."""
     with mesh():
         x, whole = drawn(0), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
         for call, (how, transform) in itertools.product(SHARDS.get(name, []) + WHOLE.get(name, []), TRANSFORMS.items()):
-            with CommDebugMode() as sent:
-                call(x)
             text = TANGENT if "forward" in how else TRANSFORM
-            said = refused(lambda call=call, transform=transform: transform(call, x), text)
-            if said and not sent.get_total_counts() and how == "vmap" and name in SHARDS:
-                said = "" if torch.allclose(torch.func.vmap(call)(torch.stack([x, 2 * x]))[1], call(2 * x)) else said
             with case(f"{how} of plain tensors"):
-                assert not said or (not sent.get_total_counts() and name in SHARDS and said.startswith("no error"))
+                assert not refused(lambda call=call, transform=transform: transform(call, x), text)
         value = axes.shard(whole, "a@tp b")
         for call, how in itertools.product(DTENSORS.get(name, []), OF_DTENSORS):
             call(value)
@@ -232,28 +218,8 @@ def check_transforms(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*SHARDS, *WHOLE, *DTENSORS}))
-def test_transforms_of_torch_func_are_right_or_refused_before_anything_is_sent(pool, name):
+def test_transforms_of_torch_func_are_refused_before_anything_is_sent(pool, name):
     pool.run(check_transforms, name)
-
-
-def check_closed_over() -> None:
-    """Tensors that a transform hasn't wrapped are what they are, unless they need a gradient."""
-    with mesh():
-        x, w = drawn(0), drawn(1)
-        found = torch.func.grad(lambda x: (x * axes.psum(w, "tp")).sum())(x)
-        torch.testing.assert_close(found, axes.psum(w, "tp"))
-        leaf, sharded = w.clone().requires_grad_(), axes.shard(ONES, "a@tp b").requires_grad_()
-        for y in (
-            lambda: axes.psum(leaf, "tp"),
-            lambda: axes.reshard(leaf, "a b | sum@tp -> a b"),
-            lambda: axes.unshard(sharded),
-            lambda: axes.rearrange(sharded, "a@tp b -> b a").to_local(),
-        ):
-            assert not refused(lambda y=y: torch.func.grad(lambda x: (x * y()).sum())(x), TRANSFORM)
-
-
-def test_what_a_transform_closes_over_is_used_unless_it_needs_a_gradient(pool):
-    pool.run(check_closed_over)
 
 
 def check_dual_dtensors() -> None:
@@ -270,9 +236,6 @@ def check_dual_dtensors() -> None:
                 for name, call in [(name, call) for name, calls in table.items() for call in calls]:
                     with case(name):
                         assert not refused(lambda call=call, value=value: call(value), TANGENT)
-            # What has no tangent isn't refused.
-            assert axes.unshard(axes.reshard(plain, "a b@tp")).equal(x)
-            assert axes.psum(torch.tensor([1, 2]), "tp").tolist() == [2, 4]
 
 
 def test_a_dtensor_with_a_tangent_is_refused_before_anything_is_sent(pool):

@@ -80,7 +80,7 @@ def operations(x: DTensor, local: Tensor, weight: nn.Parameter) -> None:
             axes.rearrange([x, x], "n b d@tp -> b n d"),
             axes.reduce(x, "b d -> b", "mean"),
             axes.repeat(x, "b d -> b n d", n=3),
-            axes.einsum(x, x, "b d, e d -> b e", grad="pending"),
+            axes.einsum(x, x, "b d, e d -> b e"),
             axes.softmax(x, "b d@tp", over="d"),
             axes.rms_norm(x, "b d@tp", over="d", weight=x),
             axes.cross_entropy(x, x, "b v@tp, b -> ", reduction="sum"),

@@ -72,7 +72,7 @@ def dropout(
     """
     check_floats("nn.dropout", x)
     number("axes.nn.dropout: p is a probability, from 0 to 1", p, 0, 1)
-    dense("axes.nn.dropout", x, spec is not None or isinstance(x, DTensor))
+    dense("axes.nn.dropout", x)
     sharding, shape = whole("axes.nn.dropout", x, spec, mesh, {**keywords, **(sizes or {})})
     if any(op not in ("sum", "mean") for op, _ in sharding.pending):
         raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")

@@ -485,7 +485,7 @@ def _applied(
         tensors = [x.float() if x.is_floating_point() else x for x in tensors]
     if any(isinstance(x, DTensor) for x in tensors):
         return shard_map(local, expression, mesh)(*tensors)
-    tensors = [dense(f"axes.{what}", x, "@" in expression) for x in tensors]
+    tensors = [dense(f"axes.{what}", x) for x in tensors]
     _check_shapes(what, expression, tensors)
     with use_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         return local(*tensors)

@@ -37,11 +37,10 @@ from axes.algebra.expressions.rules import REDUCTIONS
 from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.ops.autocast import of_factor
-from axes.ops.global_view import Grad
 from axes.ops.request import T, apply, requested
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
-from axes.runtime.transforms import check_dense, check_not_wrapped
+from axes.runtime.transforms import check_dense, check_transforms
 
 Sizes = Mapping[str, int]
 
@@ -53,7 +52,6 @@ def rearrange(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    grad: Grad = "resolved",
     *,
     sizes: Sizes | None = None,
     **keywords: int,
@@ -65,7 +63,7 @@ def rearrange(
     names of axes are looked up in `mesh`, else in the ambient mesh, else in the tensor's own.
     `comm_dtype` is the dtype in which values travel, or a pair for `(values, gradients)`; with
     `async_op` the last collective is waited for at the result's first use. The gradient of a leaf is
-    resolved to its own sharding when it is accumulated; `grad="pending"` leaves that to the caller.
+    resolved to its own sharding when it is accumulated.
 
     | expression | is |
     | --- | --- |
@@ -81,7 +79,7 @@ def rearrange(
     >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
     torch.Size([2, 3, 2])
     """
-    return _called("rearrange", x, expression, "", mesh, comm_dtype, async_op, grad, sizes, keywords)
+    return _called("rearrange", x, expression, "", mesh, comm_dtype, async_op, sizes, keywords)
 
 
 def reduce(
@@ -92,7 +90,6 @@ def reduce(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    grad: Grad = "resolved",
     *,
     sizes: Sizes | None = None,
     **keywords: int,
@@ -110,7 +107,7 @@ def reduce(
     >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
     [1.0, 4.0]
     """
-    return _called("reduce", x, expression, op, mesh, comm_dtype, async_op, grad, sizes, keywords)
+    return _called("reduce", x, expression, op, mesh, comm_dtype, async_op, sizes, keywords)
 
 
 def repeat(
@@ -120,7 +117,6 @@ def repeat(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    grad: Grad = "resolved",
     *,
     sizes: Sizes | None = None,
     **keywords: int,
@@ -132,7 +128,7 @@ def repeat(
     >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
     [[0, 0, 0], [1, 1, 1]]
     """
-    return _called("repeat", x, expression, "", mesh, comm_dtype, async_op, grad, sizes, keywords)
+    return _called("repeat", x, expression, "", mesh, comm_dtype, async_op, sizes, keywords)
 
 
 def einsum(
@@ -140,7 +136,6 @@ def einsum(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    grad: Grad = "resolved",
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> T:
@@ -149,7 +144,7 @@ def einsum(
     All operands are DTensors, or all are plain tensors that hold this rank's shard; their results
     and gradients are those of `torch.einsum` on the whole. One axis splits one name of all the
     operands, or is pending in one of them. Groups of names are opened and merged as in `rearrange`;
-    keywords are sizes, where the operands leave them open; `comm_dtype`, `async_op` and `grad` are as
+    keywords are sizes, where the operands leave them open; `comm_dtype` and `async_op` are as
     in `rearrange`. The local product has the operands' dtype: with `comm_dtype=torch.float32` bfloat16
     products are rounded on each rank before they are added up in 32 bits. Integers are multiplied and summed in int64
     where a name of one operand alone is summed; torch multiplies some of several operands in their own dtype, and
@@ -172,9 +167,9 @@ def einsum(
     distributed = [isinstance(x, DTensor) for x in tensors]
     if not isinstance(expression, str) or not distributed or not all(distributed):
         _check_arguments(tensors, expression, distributed)
-    request = requested("einsum", expression, "sum", mesh, comm_dtype, async_op, grad, sizes, keywords)
+    request = requested("einsum", expression, "sum", mesh, comm_dtype, async_op, sizes, keywords)
     _check_dtypes(tensors)
-    return apply(request, tensors, grad)
+    return apply(request, tensors)
 
 
 def _called(
@@ -185,19 +180,18 @@ def _called(
     mesh: Mesh | None,
     comm_dtype: Dtypes,
     async_op: bool,
-    grad: Grad,
     sizes: Sizes | None,
     keywords: dict[str, int],
 ) -> Any:
     if type(text) is not str:
         checked_text(text, ". The tensor comes first, and the expression behind it")
-    request = requested(kind, text, op, mesh, comm_dtype, async_op, grad, sizes, keywords)
+    request = requested(kind, text, op, mesh, comm_dtype, async_op, sizes, keywords)
     if type(x) is list:
         x = _stacked(kind, x)
     if kind == "reduce":
         _check_op(op, x)
     function = op if callable(op) else None
-    return apply(request, (x,), grad, function)
+    return apply(request, (x,), function)
 
 
 def _check_op(op: Op, x: Any) -> None:
@@ -235,8 +229,7 @@ def _check_arguments(tensors: list[Any], expression: object, distributed: list[b
         raise ExpressionError(
             f"einsum takes tensors and, last, the expression, like axes.einsum(x, w, 'b d, d f -> b f'); found {kinds}"
         )
-    for x in tensors if torch_private.functorch_is_active() else ():
-        check_not_wrapped("axes.einsum", x)
+    check_transforms("axes.einsum")
     if any(distributed):
         plain = distributed.index(False) + 1
         raise ShardingError(

@@ -1,6 +1,6 @@
 """Operations on DTensors: one autograd function per call, whose gradient is one more recipe.
 
-    y = on_dtensors(made, (x, w), "resolved")        # `made` is bound to tensors like these
+    y = on_dtensors(made, (x, w))        # `made` is bound to tensors like these
 
 The shards are taken out, the operation runs on them outside of autograd, and a DTensor is put around
 the result. Backward takes the cotangent in whatever sharding it comes: the gradient's recipe is
@@ -21,7 +21,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -54,9 +54,6 @@ from axes.runtime.watching import within
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
-Grad = Literal["resolved", "pending"]
-"""What becomes of a leaf's gradient: brought to the leaf's own sharding, or left as it comes."""
-
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -77,15 +74,20 @@ def _are_one(local: torch.Tensor, operand: torch.Tensor) -> bool:
     return type(local) not in PLAIN or torch_private.memory_of(local) == torch_private.memory_of(operand)
 
 
-def on_dtensors(made: BoundRecipe | Route, operands: Sequence[DTensor], grad: Grad) -> DTensor:
-    """The operation on DTensors; `grad` is what becomes of the gradients of leaves among them."""
+def on_dtensors(made: BoundRecipe | Route, operands: Sequence[DTensor]) -> DTensor:
+    """The operation on DTensors, leaves among them."""
+    for x in operands if torch.is_grad_enabled() else ():
+        used(x)
+    return on_used(made, operands)
+
+
+def on_used(made: BoundRecipe | Route, operands: Sequence[DTensor]) -> DTensor:
+    """The operation on DTensors, none of them a leaf whose gradient isn't resolved."""
     if isinstance(made, Route):
-        return made.take(used(operands[0], grad))
+        return made.take(operands[0])
     # A caller's function may use a tensor that isn't an operand, or write to the one that is.
     run: Callable[..., DTensor] = _on_shards if callable(made.recipe.op) else _run
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
-        for x in operands:
-            used(x, grad)
         is_linear = made.recipe.kind != "reduce" or made.recipe.op in LINEAR
         run = _apply_linear if is_linear else _on_shards
     if torch_private.autocast_may_be_on():

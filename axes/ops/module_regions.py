@@ -39,7 +39,6 @@ from axes.runtime.border import counted_as_same, leave_global
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import used
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import check_transforms
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -200,8 +199,6 @@ def _forward(
     """The module's `own` forward on this rank's shards."""
     call: RegionCall = module.__dict__[_STATE].call
     expression, mesh, *_ = call
-    if torch_private.functorch_is_active():
-        check_transforms(f"shard_map '{expression}'", module.parameters())
     if not (_stack.regions and _plain_tensors(args, kwargs)):
         return run(ModuleFunction(module, own, call), call, args, kwargs)
     # A region inside a region: its shards are those of the region around it, and so is what a gradient means.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import MeshError, ShardingError, shortened, shown
+from axes.algebra.errors import MeshError, ShardingError, shortened
 from axes.algebra.expressions import recipe
 from axes.algebra.expressions.recipe import Op, op_name
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh, required_mesh
@@ -28,7 +28,7 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import Shape, checked_flag, written_sizes
 from axes.algebra.specs import retargeted
 from axes.ops import autocast
-from axes.ops.global_view import Grad, on_dtensors
+from axes.ops.global_view import on_dtensors, on_used
 from axes.ops.recipes import BoundRecipe, traced_sizes
 from axes.runtime import torch_private, watching
 from axes.runtime.graphs import device_mesh_input
@@ -39,7 +39,7 @@ from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import Route, of_sizes, route, same_axes
 from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_not_wrapped, check_transforms, is_dense
+from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_transforms, is_dense
 from axes.runtime.watching import within
 
 T = TypeVar("T", DTensor, torch.Tensor)
@@ -89,13 +89,10 @@ def requested(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    grad: object = "resolved",
     sizes: Mapping[str, int] | None = None,
     keywords: Mapping[str, Any] | None = None,
 ) -> Request:
     """The request of a call, once its options are what they can be: caches are asked after that."""
-    if not isinstance(grad, str) or grad not in ("resolved", "pending"):
-        raise ShardingError(f"grad is 'resolved' or 'pending'; found {shown(grad)}")
     if mesh is not None and type(mesh) is not Mesh:
         checked_mesh(mesh)
     if comm_dtype is not None:
@@ -107,37 +104,29 @@ def requested(
     return Request(kind, kind, text, name, where, mesh is not None, given, comm_dtype, async_op)
 
 
-def apply(request: Request, tensors: Sequence[Any], grad: Grad = "resolved", function: Function = None) -> Any:
+def apply(request: Request, tensors: Sequence[Any], function: Function = None) -> Any:
     """The operation, on DTensors or on this rank's shards."""
+    if torch_private.transforms_are_on():
+        check_transforms(request.where)
     is_local = type(tensors[0]) in PLAIN or not isinstance(tensors[0], DTensor)
-    transforms = torch_private.transforms_are_on()
-    for x in tensors if transforms else ():
-        check_not_wrapped(request.where, x)
     if is_local:
-        request = _of_shards(request, grad)
-    if transforms and request.mesh is not ALONE:
-        check_transforms(request.where, tensors)
+        request = _of_shards(request)
     if torch.compiler.is_compiling():
         what, sizes = without_sizes(request)
         device_mesh = None if is_local else device_mesh_input(request.mesh, *tensors)
-        return traced(_in_graph, (function, *what), tensors, None if is_local else grad, device_mesh, sizes)
+        return traced(_in_graph, (function, *what), tensors, device_mesh, sizes)
     if is_local and not all(map(is_dense, tensors)):
         tensors = [_dense(request.called, x) for x in tensors]
     made = _kept(request, tuple(map(_SHAPE if is_local else torch_private.spec_of, tensors)))
     made = made if function is None else made.calling(function)
     run = _on_shards if is_local else on_dtensors
     if watching.listeners:
-        return within(f"axes.{request.called}", request.text, run, made, tensors, grad)
-    return run(made, tensors, grad)
+        return within(f"axes.{request.called}", request.text, run, made, tensors)
+    return run(made, tensors)
 
 
-def _of_shards(request: Request, grad: Grad) -> Request:
+def _of_shards(request: Request) -> Request:
     """The request of a call on plain tensors, and where its names are looked up."""
-    if grad != "resolved":
-        raise ShardingError(
-            f"axes.{request.called}: grad={grad!r} is about the leaves of DTensors; found a plain tensor, whose "
-            "gradient is this rank's. Leave grad out, or pass a DTensor, as axes.from_local makes one"
-        )
     if "@" not in request.text or (request.mesh is None and "@" not in request.text.replace("@*", "")):
         return request._replace(mesh=ALONE)
     if request.mesh is None:
@@ -155,7 +144,7 @@ def _dense(called: str, x: object) -> torch.Tensor:
     return as_plain(x)
 
 
-def _on_shards(made: BoundRecipe, tensors: Sequence[torch.Tensor], _: Grad) -> torch.Tensor:
+def _on_shards(made: BoundRecipe, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The operation on this rank's shards.
 
     `redistribute` brings the gradients of what is sent, by the rules of the local view, and torch's autograd those of
@@ -262,4 +251,4 @@ def _in_graph(function: Function, *what: Any) -> Any:
     held = tuple([x.shape if is_local else spec_at(torch_private.spec_of(x), tuple(x.shape)) for x in tensors])
     made = (_made if _varies(shapes, request.sizes) else _kept)(request, held)
     made = made if function is None else made.calling(function)
-    return (_on_shards if is_local else on_dtensors)(made, tensors, "pending")
+    return (_on_shards if is_local else on_used)(made, tensors)

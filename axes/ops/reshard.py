@@ -22,7 +22,6 @@ from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
-from axes.ops.global_view import Grad
 from axes.ops.request import Request, T, apply, meant, requested
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
@@ -31,7 +30,7 @@ from axes.runtime.redistribute import Dtypes, check_takes_part
 from axes.runtime.routes import resharded
 from axes.runtime.sharded import dtensor_of, sharding_of, spec_by_rules
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_transforms
+from axes.runtime.transforms import PLAIN, check_dense, check_transforms
 
 
 @overload
@@ -42,7 +41,6 @@ def reshard(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    grad: Grad = "resolved",
     *,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
@@ -55,7 +53,6 @@ def reshard(
     mesh: Mesh | None = None,
     comm_dtype: None = None,
     async_op: bool = False,
-    grad: Grad = "resolved",
     *,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
@@ -67,7 +64,6 @@ def reshard(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    grad: Grad = "resolved",
     *,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
@@ -91,7 +87,7 @@ def reshard(
     `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
     With `async_op` the result of the last collective is waited for at its first use. The result is `x`
     itself, or shares no memory with it. The gradient of a leaf is resolved to its own sharding when it is
-    accumulated; `grad="pending"` leaves that to the caller.
+    accumulated.
 
     | spec | of a DTensor | is | its gradient |
     | --- | --- | --- | --- |
@@ -104,38 +100,38 @@ def reshard(
     Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
     anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
     """
-    request = requested("reshard", spec, "", mesh, comm_dtype, async_op, grad, sizes, keywords)
+    request = requested("reshard", spec, "", mesh, comm_dtype, async_op, sizes, keywords)
     plain = type(x) in PLAIN
     if not plain and isinstance(x, Mapping):
-        if comm_dtype is not None or async_op or grad != "resolved" or request.sizes:
+        if comm_dtype is not None or async_op or request.sizes:
             raise ShardingError(
-                "axes.reshard of many takes no comm_dtype, async_op or grad; reshard such tensors one by one. Sizes "
+                "axes.reshard of many takes no comm_dtype or async_op; reshard such tensors one by one. Sizes "
                 "stand in the specs, like '(h=8 d)@tp'"
             )
         return _many(x, request)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if plain or not isinstance(x, DTensor):
-        return _of_shard(x, request, grad)
+        return _of_shard(x, request)
     if isinstance(spec, Sharding) and not request.given:
         request = request._replace(mesh=spec.mesh)
-    return apply(request, (x,), grad)
+    return apply(request, (x,))
 
 
-def _of_shard(x: Any, request: Request, grad: Grad) -> torch.Tensor:
+def _of_shard(x: Any, request: Request) -> torch.Tensor:
     """`reshard` of a plain tensor: a rearrangement that leaves the dims where they are."""
     spec = request.text
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"axes.reshard takes a tensor; found {type(x).__name__}")
     check_dense(x, "axes.reshard")
     if not isinstance(spec, str) or "->" not in spec:
-        check_not_wrapped("axes.reshard", x)
+        check_transforms("axes.reshard")
         raise ShardingError(
             f"a plain tensor doesn't know how it is sharded: write both sides, like 'b s@tp d -> b s d'; found "
             f"{shortened(spec)}. Where it is a DTensor that was meant, axes.from_local makes one"
         )
     _check_dims(spec, x.dim())
-    return apply(request._replace(kind="rearrange"), (x,), grad)
+    return apply(request._replace(kind="rearrange"), (x,))
 
 
 @read_once
@@ -164,7 +160,7 @@ def constrain(x: DTensor, spec: str, /, mesh: Mesh | None = None, rules: Rules |
             x = axes.constrain(x, "batch seq embed")
     """
     if not isinstance(x, DTensor):
-        check_not_wrapped("axes.constrain", x)
+        check_transforms("axes.constrain")
         raise ShardingError(
             f"axes.constrain takes a DTensor; found {type(x).__name__}. Inside a region a shard stays as it is"
         )
@@ -190,8 +186,7 @@ def _many(tensors: Mapping[str, Any], request: Request) -> dict[str, DTensor]:
     _check_named(tensors, specs)
     if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
         return {name: reshard(x, specs[name], mesh=mesh) for name, x in tensors.items()}
-    if torch_private.transforms_are_on():
-        check_transforms("axes.reshard", tuple(tensors.values()))
+    check_transforms("axes.reshard")
     ends = {}
     for name, x in tensors.items():
         spec = torch_private.spec_of(x)

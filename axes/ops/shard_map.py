@@ -94,7 +94,7 @@ from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced, used
 from axes.runtime.linear import NODE
 from axes.runtime.shards import placements_of, read_shard, told_shapes, traced_parts
-from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, is_dense
+from axes.runtime.transforms import check_dense, check_transforms, is_dense
 from axes.runtime.watching import within
 
 P = ParamSpec("P")
@@ -292,16 +292,15 @@ def _asked(call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _check_inputs(expression: str, tensors: Sequence[Any]) -> None:
+    if torch_private.transforms_are_on():
+        check_transforms(f"shard_map '{expression}'")
     for place, x in enumerate(tensors):
         if not isinstance(x, DTensor):
-            check_not_wrapped(f"shard_map '{expression}'", x)
             raise ShardingError(
                 f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "
                 "axes.shard or axes.from_local. Inside a region tensors are shards already: there, call the function "
                 "itself"
             )
-    if torch_private.transforms_are_on():
-        check_transforms(f"shard_map '{expression}'", tensors)
 
 
 def _unshared(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -365,8 +364,6 @@ def _results(result: Any, passed: Sequence[object]) -> Tree:
             raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
         if not is_dense(x):
             check_dense(x, f"as result {place} a region")
-    if torch_private.transforms_are_on():
-        check_transforms("the result of a region", found.tensors)
     return found
 
 
@@ -394,7 +391,7 @@ def _run_in_graph(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str
     asked, tree, passed = _asked(call, args, kwargs)
     tensors: Sequence[Any] = tree.tensors
     _check_inputs(asked[0], tensors)
-    shards = traced(_left_in_graph, asked, tensors, "resolved") if tensors else ()
+    shards = traced(_left_in_graph, asked, tensors) if tensors else ()
     mesh = getattr(kept, _keep_mesh(*asked[1:], tuple([x.device_mesh for x in tensors])))
     result = _inside(fn, mesh, tree, shards)
     found = _results(result, passed)
@@ -403,7 +400,7 @@ def _run_in_graph(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str
     if not found.tensors and not asked[0].partition("->")[2].strip():
         return result
     given, device_mesh = (*tensors, *shards, *found.tensors), device_mesh_input(mesh, *tensors)
-    return found.holding(traced(_entered_in_graph, asked, given, None, device_mesh, (len(tensors),)))
+    return found.holding(traced(_entered_in_graph, asked, given, device_mesh, (len(tensors),), False))
 
 
 def _left_in_graph(text: str, mesh: Mesh | None, given: bool, _: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.linear import count_writes
+from axes.runtime.sharded import take_shard
 from axes.runtime.torch_placements import sharding_of_spec
 
 Shape = tuple[int, ...]
@@ -74,7 +75,6 @@ def parts_of(x: torch.Tensor) -> tuple[Box, ...]:
     return _boxes(sharding, tuple(x.shape), sharding.mesh.rank)
 
 
-@functools.lru_cache(maxsize=1024)
 def _boxes(sharding: Sharding, shape: Shape, rank: int) -> tuple[Box, ...]:
     """The boxes of a rank's shard: one for each choice of a run in each dim.
 
@@ -165,25 +165,22 @@ def _distributing(own: Callable[..., None]) -> Callable[..., None]:
     def distribute(state: dict[str, Any], keys: Sequence[str], *rest: Any, **keywords: Any) -> None:
         for key in keys:
             x, whole = found if isinstance(found := state.get(key), tuple) else (None, None)
-            if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is None:
-                state[key] = x  # this rank isn't of its mesh, and has nothing to fill
-            elif isinstance(x, DTensor) and (boxes := boxes_of(x)) is not None:
-                state[key] = _filled(x, whole, boxes)
+            if isinstance(x, DTensor) and (x.device_mesh.get_coordinate() is None or boxes_of(x) is not None):
+                state[key] = _filled(x, whole)
         own(state, keys, *rest, **keywords)  # which leaves tensors as they are
 
     return distribute
 
 
-def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
+def _filled(x: DTensor, whole: torch.Tensor) -> DTensor:
     """The DTensor with its shard of `whole`: in place, but where it has no memory yet."""
-    local = torch_private.local_of(x).detach()
+    spec = torch_private.spec_of(x)
+    shard = take_shard(whole.detach(), sharding_of_spec(spec))
     if x.is_meta:
-        local = torch.empty_like(local, device=whole.device)
-    filled = torch_private.dtensor(local, torch_private.spec_of(x)) if x.is_meta else x
-    for box in boxes:
-        box.within(local).copy_(box.of(whole.detach()))
-    count_writes([filled])
-    return filled
+        return torch_private.dtensor(shard, spec)
+    torch_private.local_of(x).detach().copy_(shard)
+    count_writes([x])
+    return x
 
 
 @functools.lru_cache(maxsize=1)

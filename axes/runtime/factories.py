@@ -9,10 +9,10 @@ promises the same). The generator is a counter hashed by splitmix64 (Steele, Lea
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,8 +36,8 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 Draw = Callable[[torch.Tensor, int, torch.dtype], torch.Tensor]
 """Random values from places in the whole tensor, a seed and a dtype."""
 
-Fill = Callable[[torch.Tensor, Sharding, tuple[int, ...]], object]
-"""What writes the values into a rank's shard of a tensor of this sharding and shape."""
+Fill = float | Draw | None
+"""What a tensor is filled with: a value, random ones, or what lies in memory."""
 
 
 def zeros(
@@ -54,7 +54,7 @@ def zeros(
 
     axes.zeros("b@dp d", mesh=mesh, b=8, d=16)
     """
-    return _made("axes.zeros", lambda local, *_: local.zero_(), spec, mesh, dtype, requires_grad, sizes, keywords)
+    return _made("axes.zeros", 0, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def ones(
@@ -71,7 +71,7 @@ def ones(
 
     axes.ones("b@dp d=16", mesh=mesh, b=8)
     """
-    return _made("axes.ones", lambda local, *_: local.fill_(1), spec, mesh, dtype, requires_grad, sizes, keywords)
+    return _made("axes.ones", 1, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def full(
@@ -91,12 +91,12 @@ def full(
     """
     if not isinstance(value, numbers.Number):
         raise ShardingError(f"axes.full takes a number; found {shown(value)}")
-    _check_dtype("axes.full", dtype, requires_grad)
+    _check_dtype("axes.full", value, dtype, requires_grad)
     try:
         dtype = torch.full((), value, dtype=dtype, device="cpu").dtype
     except Exception as error:  # the many kinds in which torch says that a number doesn't fit its dtype
         raise ShardingError(f"axes.full: {shown(value)} is no value of {dtype or 'a tensor'}; {error}") from None
-    return _made("axes.full", lambda local, *_: local.fill_(value), spec, mesh, dtype, requires_grad, sizes, keywords)
+    return _made("axes.full", value, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def empty(
@@ -113,7 +113,7 @@ def empty(
 
     axes.empty("b@dp d", mesh=mesh, b=8, d=16)
     """
-    return _made("axes.empty", lambda *_: None, spec, mesh, dtype, requires_grad, sizes, keywords)
+    return _made("axes.empty", None, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def rand(
@@ -132,7 +132,7 @@ def rand(
 
         torch.manual_seed(0); axes.rand("b@dp d", mesh=mesh, b=8, d=16)
     """
-    return _random("axes.rand", uniform_at, spec, mesh, dtype, requires_grad, sizes, keywords)
+    return _made("axes.rand", uniform_at, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def randn(
@@ -151,7 +151,7 @@ def randn(
 
         torch.manual_seed(0); axes.randn("b@dp d", mesh=mesh, b=8, d=16)
     """
-    return _random("axes.randn", normal_at, spec, mesh, dtype, requires_grad, sizes, keywords)
+    return _made("axes.randn", normal_at, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def _made(
@@ -164,7 +164,7 @@ def _made(
     sizes: Sizes | None,
     keywords: Mapping[str, int],
 ) -> DTensor:
-    _check_dtype(function, dtype, requires_grad)
+    _check_dtype(function, fill, dtype, requires_grad)
     mesh = required_mesh(mesh, function)
     sharding = parsed_sharding(mesh, spec, written_sizes(keywords, sizes))
     if sharding.pending:
@@ -173,26 +173,21 @@ def _made(
     check_torch_can(sharding, shape)
     device_type, is_member = mesh.device_mesh.device_type, mesh.coordinate is not None
     local = torch.empty(sharding.local_shape(shape) if is_member else (0,), dtype=dtype, device=device_type)
-    if is_member:
-        fill(local, sharding, shape)
+    if callable(fill):
+        if is_member:
+            draw_into(local, sharding, shape, fill, agreed_seeds([mesh])[mesh])
+    elif fill is not None:
+        local.fill_(fill)
     return resolving(dtensor_of(local, sharding, shape)).requires_grad_(bool(requires_grad))
 
 
-def _random(function: str, draw: Draw, spec: str, mesh: Mesh | None, dtype: torch.dtype | None, *how: Any) -> DTensor:
-    if isinstance(dtype, torch.dtype | None) and (dtype or torch.get_default_dtype()) not in _BITS:
-        raise ShardingError(f"{function} makes floating point values; found {dtype or torch.get_default_dtype()}")
-
-    def fill(local: torch.Tensor, sharding: Sharding, shape: tuple[int, ...]) -> None:
-        draw_into(local, sharding, shape, draw, agreed_seeds([sharding.mesh])[sharding.mesh])
-
-    return _made(function, fill, spec, mesh, dtype, *how)
-
-
-def _check_dtype(function: str, dtype: object, requires_grad: bool) -> None:
+def _check_dtype(function: str, fill: Fill, dtype: object, requires_grad: bool) -> None:
     checked_flag(f"{function}: requires_grad", requires_grad)
     if not isinstance(dtype, torch.dtype | None):
         raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {shown(dtype)}")
     kind = dtype or torch.get_default_dtype()
+    if callable(fill) and kind not in _BITS:
+        raise ShardingError(f"{function} makes floating point values; found {kind}")
     if requires_grad and not (kind.is_floating_point or kind.is_complex):
         raise ShardingError(f"{function}: {dtype} has no gradient; found requires_grad=True")
 
@@ -209,8 +204,11 @@ def _shape(sharding: Sharding) -> tuple[int, ...]:
 def draw_into(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], draw: Draw, seed: int) -> None:
     """Fill this rank's shard of a tensor of `shape` with what its elements draw, each by its place in the whole."""
     indices = [positions(found, local.device) for found in sharding.local_indices(shape)]
-    for block, places in _blocks(local, indices, shape):
+    drawn = local.contiguous()
+    for block, places in _blocks(drawn, indices, shape):
         block.copy_(draw(places, seed, local.dtype))
+    if drawn is not local:
+        local.copy_(drawn)
 
 
 def agreed_seeds(meshes: Iterable[Mesh]) -> dict[Mesh, int]:
@@ -227,31 +225,18 @@ def positions(indices: Indices, device: torch.device) -> torch.Tensor:
 
 
 def _blocks(
-    local: torch.Tensor,
-    indices: Sequence[torch.Tensor],
-    shape: Sequence[int],
-    before: torch.Tensor | int = 0,
+    local: torch.Tensor, indices: Sequence[torch.Tensor], shape: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of the shard, each with the place of its elements in the whole, counted row-major.
-
-    `before`: the place of the shard among those that differ from it in dims in front of these.
-    """
-    if local.ndim == 0:
-        yield local, torch.zeros((), dtype=torch.int64, device=local.device) + before
-        return
-    most = _BLOCK.get(local.device.type, _LARGE_BLOCK)
-    inner = max(1, math.prod(local.shape[1:]))
-    first = indices[0] + before * shape[0]
-    if inner > most and local.ndim > 1:
-        for row in range(local.shape[0]):
-            yield from _blocks(local[row], indices[1:], shape[1:], first[row])
-        return
-    rows = max(1, most // inner)
-    for start in range(0, local.shape[0], rows):
-        places = first[start : start + rows]
-        for extent, part in zip(shape[1:], indices[1:], strict=True):
-            places = places.unsqueeze(-1) * extent + part
-        yield local[start : start + rows], places
+    """Parts of a contiguous shard, each with the place of its elements in the whole, counted row-major."""
+    one = torch.zeros(1, dtype=torch.int64, device=local.device)
+    rows, last = one, indices[-1] if indices else one
+    for extent, part in zip(shape, indices[:-1], strict=False):
+        rows = (rows.unsqueeze(-1) * extent + part).flatten()
+    table, most = local.view(len(rows), len(last)), _BLOCK.get(local.device.type, _LARGE_BLOCK)
+    height = max(1, most // max(1, len(last)))
+    for top, left in itertools.product(range(0, len(rows), height), range(0, len(last), most)):
+        down, along = slice(top, top + height), slice(left, left + most)
+        yield table[down, along], rows[down].unsqueeze(-1) * math.prod(shape[-1:]) + last[along]
 
 
 def _hashed(counter: torch.Tensor) -> torch.Tensor:

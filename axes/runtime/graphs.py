@@ -3,7 +3,7 @@
 Dynamo traces Python line by line, and can't follow a look-up by a `DTensorSpec` or an autograd function
 that makes a DTensor. So it doesn't: a function that is allowed in a graph is one node of it, which
 AOTAutograd runs later on symbolic tensors, and finds the functional collectives inside. Such a node
-takes tensors and numbers alone, so what else it needs goes by a name, which is good as long as the graph lives:
+takes tensors and numbers alone, so what else it needs goes by a name:
 
     def reshard(x, spec, mesh):
         if torch.compiler.is_compiling():
@@ -28,16 +28,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import MeshError
-from axes.algebra.grammar import checked_text
 from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh, ambient_mesh, ambient_stack, pop_mesh, push_mesh
 from axes.algebra.sharding import Sharding
@@ -50,45 +48,31 @@ for _kind in (Mesh, Sharding, Rules):
 Read = TypeVar("Read")
 
 
-class Held:
-    """The name of a thing that graphs refer to: it is kept as long as this, which graphs alone keep."""
-
-    __slots__ = ("__weakref__", "name")
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __call__(self) -> None:
-        """What dynamo calls when it drops the code of a graph: there is nothing to do but to let go of this."""
-
-
-_numbers = itertools.count()
-_held: WeakValueDictionary[Hashable, Held] = WeakValueDictionary()
-"""What is held, by the thing for equal ones, or by the number of an object."""
-_held_by_none: deque[Held] = deque(maxlen=1024)
+_MOST = 8192
 
 
 class Kept:
-    """What compiled graphs use, as attributes: dynamo guards those, but not what a constant call returns.
+    """The things that compiled graphs use, as attributes: dynamo guards those, but not the result of a constant call.
 
-    A call that dynamo may not trace is marked as one with a constant result, and returns the name of
-    what it has kept here: `getattr(kept, keep_region(...))`.
+    A call that dynamo may not trace is marked as one with a constant result, and returns the name of the thing that it
+    has kept here: `getattr(kept, keep_region(...))`. Of the many that a process may come to the first are let go.
     """
 
+    def __init__(self) -> None:
+        self._names: dict[Hashable, str] = {}
+        self._numbers = itertools.count()
+
     def keep(self, value: object) -> str:
-        """The name of the attribute that `value` is, as long as a graph that was traced meanwhile lives."""
+        """The name of the attribute that `value` is."""
         return self._named(id(value), value)
 
     def _named(self, key: Hashable, thing: object) -> str:
-        """Where dynamo isn't tracing, as in `torch.export` with `strict=False`, it lives until many others are held."""
-        held = _held.get(key)
-        if held is None:
-            held = _held[key] = Held(f"{type(thing).__name__}_{next(_numbers)}")
-            setattr(self, held.name, thing)
-            finalize(held, vars(self).pop, held.name, None).atexit = False
-        if not torch_private.keep_with_graph(held):
-            _held_by_none.append(held)
-        return held.name
+        if key not in self._names:
+            if len(self._names) == _MOST:
+                delattr(self, self._names.pop(next(iter(self._names))))
+            self._names[key] = f"{type(thing).__name__}_{next(self._numbers)}"
+            setattr(self, self._names[key], thing)
+        return self._names[key]
 
 
 kept = Kept()
@@ -107,13 +91,7 @@ def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
     @torch.compiler.assume_constant_result
     @functools.wraps(read)
     def reading(*texts: Hashable) -> Read:
-        try:
-            return cached(*texts)
-        except TypeError:  # what can't be in a cache
-            for text in texts:
-                if not isinstance(text, str | tuple | int | Mesh | None):
-                    checked_text(text)
-            raise
+        return cached(*texts)
 
     return reading
 

@@ -5,8 +5,6 @@ leaf is added up first, and resolved once. A hook of the leaf does that. What ax
 start, so that torch's own operations find it there, also where `requires_grad_()` comes later. A leaf
 that torch makes of another tensor (`nn.Parameter(x)`, `x.detach()`, a copy, one that was saved) has no
 hooks; it gets this one from the first operation of axes that uses it.
-
-`grad="pending"` takes the hook away. Where several operations use one leaf, the last of them decides.
 """
 
 from __future__ import annotations
@@ -43,45 +41,33 @@ def resolving(made: DTensor) -> DTensor:
     return made
 
 
-def used(x: DTensor, grad: str = "resolved") -> DTensor:
+def used(x: DTensor) -> DTensor:
     """The operand of an operation; the gradient of a leaf is resolved from here on to the leaf's own sharding, once,
-    when it is accumulated, or left "pending".
+    when it is accumulated.
 
     One that `fully_shard` sums over axes of the leaf's own mesh is left to it, summands and all.
     """
-    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
-        if grad != "resolved":
-            leave_pending(x)
-        elif _HOOK not in torch_private.hooks_of(x) and not _is_left_to_fsdp(x):
-            torch_private.hooks_of(x)[_HOOK] = _resolve(torch_private.spec_of(x))
+    is_leaf = x.requires_grad and x.is_leaf and torch.is_grad_enabled()
+    if is_leaf and _HOOK not in torch_private.hooks_of(x) and not _is_left_to_fsdp(x):
+        torch_private.hooks_of(x)[_HOOK] = _resolve(torch_private.spec_of(x))
     return x
-
-
-def leave_pending(leaf: DTensor) -> None:
-    """Have the gradient of a leaf left as it comes."""
-    if not torch.compiler.is_compiling():
-        torch_private.hooks_of(leaf).pop(_HOOK, None)
-    elif _has_hook(leaf):
-        _leave_pending_outside(leaf)
 
 
 def traced(
     run: Callable[..., Any],
     what: tuple[Any, ...],
     tensors: Sequence[torch.Tensor],
-    grad: str | None,
     device_mesh: Any = None,
     numbers: Sequence[Any] = (),
+    resolves: bool = True,
 ) -> Any:
     """`run(*what, numbers, tensors)` as one node of a graph; there, every collective is waited for where it is used.
 
     A `device_mesh` on which no tensor is goes in beside them (see `device_mesh_input`). Inside a graph nothing is a
-    leaf, and no hook is reached: gradients of leaves outside are resolved here, where their `grad` is "resolved".
+    leaf, and no hook is reached: gradients of leaves outside are resolved here, where it `resolves`
+    them: once for each way in.
     """
-    for x in tensors if grad == "pending" else ():
-        if x.is_leaf and x.requires_grad:
-            leave_pending(x)
-    leaves = [grad == "resolved" and isinstance(x, DTensor) and x.is_leaf and x.requires_grad for x in tensors]
+    leaves = [resolves and isinstance(x, DTensor) and x.is_leaf and x.requires_grad for x in tensors]
     resolve = tuple([leaf and not _is_left_to_fsdp(x) for x, leaf in zip(tensors, leaves, strict=True)])
     check_groups(*[x.device_mesh for x in tensors if isinstance(x, DTensor)])
     found = _node(kept_name(run, *what), device_mesh, resolve, tuple(numbers), *tensors)
@@ -115,16 +101,6 @@ def _fix_uneven_sizes(x: DTensor) -> None:
 @torch.compiler.assume_constant_result
 def _is_left_to_fsdp(leaf: DTensor) -> bool:
     return getattr(torch_private.reduced_by_fsdp(leaf), "is_spmd_mesh", False)
-
-
-@torch.compiler.assume_constant_result
-def _has_hook(leaf: DTensor) -> bool:
-    return _HOOK in torch_private.hooks_of(leaf)
-
-
-@torch.compiler.disable(reason="grad='pending' takes a hook of a leaf away, outside of the graph")
-def _leave_pending_outside(leaf: DTensor) -> None:
-    torch_private.hooks_of(leaf).pop(_HOOK, None)
 
 
 @of_world(4096)

@@ -6,8 +6,8 @@ where boxes lie in memory, buffers' shapes. One call of it is
     pack -> collective -> unpack        for each step of the plan
 
 where packing and unpacking are views as often as memory allows (see `packing`). A program takes and
-gives contiguous tensors, and knows nothing of gradients. It has no sizes of its own: it is for every shape that its
-steps cut as evenly, and what it is for one of them, `BoundProgram` says, by numbers or by symbols.
+gives contiguous tensors, and knows nothing of gradients. Its steps are found at the smallest shape that is cut as
+evenly (`LocalStep`), and shared by the programs of all such shapes, of numbers or symbols.
 
 In eager mode a program calls the methods of the `ProcessGroup`, at a third of the Python that functional
 collectives cost. In a graph it is made of functional collectives, one node each; so it is for `async_op`,
@@ -38,7 +38,7 @@ from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, Step, cuts_of
+from axes.algebra.plan import Plan, Step
 from axes.algebra.planning.exchange import Exchange, Message, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private, watching
@@ -56,44 +56,98 @@ Send = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A plan, made ready for one rank, dtype and device, for tensors of every shape that its steps cut alike.
+    """A plan as functions of this rank's contiguous tile of a tensor of one shape, whose sizes may be symbols.
 
-    ends: source and target as they were asked for. plan: at the smallest of these shapes, of which the others are
-    multiples. is_only: whether there is no other plan that is cheaper at other sizes. comm_dtype: in which dtype values
-    travel and are reduced, where that isn't their own.
+    plan: for this rank, at the smallest shape that its steps cut alike, of which `shape` is a multiple. cuts: into how
+    many pieces it cuts a tensor. is_only: whether there is no other plan that is cheaper at other sizes. comm_dtype: in
+    which dtype values travel and are reduced, where that isn't their own.
     """
 
-    ends: tuple[Sharding, Sharding]
     plan: Plan
+    cuts: Shape
     is_only: bool
     dtype: torch.dtype
     comm_dtype: torch.dtype | None
-
-    @cached_property
-    def cuts(self) -> Shape:
-        """Into how many pieces a tensor is cut on its way, and by its ends as they are written."""
-        return cuts_of(*self.ends, *self.plan.states, self.plan.target)
+    shape: Shape
 
     @property
-    def device_type(self) -> str:
-        """Where tensors are, which says what backend serves them."""
-        return self.plan.source.mesh.binding.device_type
-
-    @cached_property
-    def steps(self) -> tuple[LocalStep, ...]:
-        """The steps in which this rank takes part. Their groups are made at first use."""
-        meshes = self.plan.source.mesh, self.plan.target.mesh
-        return tuple([local_step(step, _group(meshes, step)) for step in self.plan.steps if step.takes_part(step.rank)])
-
-    @cached_property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.plan.stages
 
     @cached_property
-    def sends(self) -> bool:
-        """Whether some rank sends something."""
-        return self.plan.collectives > 0
+    def eager(self) -> Run:
+        """The plan by methods of process groups."""
+        return self._at(None, eager=True)
+
+    @cached_property
+    def later(self) -> Run:
+        """The same, whose last collective is waited for where its result is used."""
+        return self._at(None, eager=False)
+
+    def traced_at(self, tile: Shape) -> Run:
+        """The plan as nodes of a graph, for a tile whose sizes may be symbols of their own."""
+        return self._at(tile, eager=False)
+
+    def _at(self, tile: Shape | None, eager: bool) -> Run:
+        """The plan by methods of process groups or by functional collectives; in a graph, where there is a `tile`,
+        nobody listens.
+        """
+        plan, wire, stages = self.plan, self.comm_dtype or self.dtype, list[Run]()
+        sizes, least, device_type = self.shape, plan.shape, plan.source.mesh.binding.device_type
+        if self.idle:
+            return lambda x: x
+        if plan.source.universe.position(plan.rank) is None:
+            # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
+            stages.append(lambda x: x.reshape(-1)[:0])
+        elif tile is not None:
+            sizes, least = tile, held_shape(plan.source, plan.shape, plan.rank)
+        multiples = tuple([size // (one or 1) or 1 for size, one in zip(sizes, least, strict=True)])
+        steps = local_steps(plan)
+        sending = [step for step in steps if step.group is not None]
+        for step in steps:
+            how = tile is not None, step, *step.at(multiples)
+            if step.group is None:
+                # A copy of what the rank keeps: a view would hold on to all of the source, and share its memory.
+                stages.append(_through(*how, lambda x, shape: x.view(shape), fresh=True))
+                continue
+            if step is sending[0] and wire is not self.dtype:
+                stages.append(lambda x: x.to(wire))
+            by = _method(step.step.kind, step.group, eager, device_type)
+            send = getattr(communicator(step.group, wire, eager), by)
+            if tile is None:
+                send = functools.partial(_told, send, (self, step, by, wire, eager))
+            # What a stage before has made may be written over.
+            stages.append(_communicating(*how, by, send, owned=bool(stages)))
+            if step is sending[-1] and wire is not self.dtype:
+                stages.append(lambda x: x.to(self.dtype))
+        return _chained(stages)
+
+    @cached_property
+    def operation(self) -> Operation:
+        """What the ranks of the plan do together: all those of its meshes through this one."""
+        plan = self.plan
+        mesh, other = plan.source.mesh, plan.target.mesh
+        if mesh.universe == other.universe:
+            members = Universe.of(sorted(mesh.universe.group(mesh.extent, plan.rank))).ranks
+        else:
+            members = _union_of(mesh, other).universe.ranks
+        return Operation(
+            *(self.said, "redistribution", "", "", "", members, plan.dtype, mesh.binding.device_type),
+            compared=f"{plan.fingerprint} of {self.tensor}" if plan.collectives else "",
+            mesh=mesh,
+        )
+
+    @property
+    def said(self) -> str:
+        """What it does, as errors and traces show it."""
+        return f"{self.plan.source} -> {self.plan.target} of {self.tensor}"
+
+    @property
+    def tensor(self) -> str:
+        """The whole shape, the dtype, and in which other one it travels."""
+        wire = "" if self.comm_dtype in (None, self.dtype) else f", moved as {name_of(self.comm_dtype)}"
+        return f"{list(self.shape)} {self.plan.dtype}{wire}"
 
 
 def _group(meshes: tuple[Mesh, Mesh], step: Step) -> dist.ProcessGroup | None:
@@ -109,7 +163,6 @@ def _group(meshes: tuple[Mesh, Mesh], step: Step) -> dist.ProcessGroup | None:
     return group_of(mesh, step.layout, " ".join(step.axes))
 
 
-@functools.lru_cache(maxsize=64)
 def _union_of(one: Mesh, two: Mesh) -> Mesh:
     """All ranks of two meshes as one axis, those of the first before the others."""
     return Mesh("union", ranks=ranks_of_both(one.universe, two.universe))._with(binding=one.binding)
@@ -121,101 +174,23 @@ def held_shape(source: Sharding, shape: Shape, rank: int) -> Shape:
     return (0,) if held is None else tile_shape(held)
 
 
-@dataclass(frozen=True, eq=False)
-class BoundProgram:
-    """A program for tensors of one shape, whose sizes may be symbolic."""
-
-    program: Program
-    shape: Shape
-
-    @cached_property
-    def eager(self) -> Run:
-        """The program as a function of the contiguous tile."""
-        return self._at(None, eager=True)
-
-    @cached_property
-    def later(self) -> Run:
-        """The same, whose last collective is waited for where its result is used."""
-        return self._at(None, eager=False)
-
-    def traced_at(self, tile: Shape) -> Run:
-        """The program as nodes of a graph, for a tile whose sizes may be symbolic."""
-        return self._at(tile, eager=False)
-
-    def _at(self, tile: Shape | None, eager: bool) -> Run:
-        """The program by methods of process groups or by functional collectives.
-
-        tile: in a graph the sizes of this rank's tile, which may have symbols of their own; there nobody listens.
-        """
-        program, wire, stages = self.program, self.program.comm_dtype or self.program.dtype, list[Run]()
-        plan, sizes, least = program.plan, self.shape, program.plan.shape
-        if program.idle:
-            return lambda x: x
-        if plan.source.universe.position(plan.rank) is None:
-            # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
-            stages.append(lambda x: x.reshape(-1)[:0])
-        elif tile is not None:
-            sizes, least = tile, held_shape(plan.source, plan.shape, plan.rank)
-        multiples = tuple([size // (one or 1) or 1 for size, one in zip(sizes, least, strict=True)])
-        sending = [step for step in program.steps if step.group is not None]
-        for step in program.steps:
-            how = tile is not None, step, *step.at(multiples)
-            if step.group is None:
-                # A copy of what the rank keeps: a view would hold on to all of the source, and share its memory.
-                stages.append(_through(*how, lambda x, shape: x.view(shape), fresh=True))
-                continue
-            if step is sending[0] and wire is not program.dtype:
-                stages.append(lambda x: x.to(wire))
-            by = _method(step.step.kind, step.group, eager, program.device_type)
-            send = getattr(communicator(step.group, wire, eager), by)
-            if tile is None:
-                send = functools.partial(_told, send, (self, step, by, wire, eager))
-            # What a stage before has made may be written over.
-            stages.append(_communicating(*how, by, send, owned=bool(stages)))
-            if step is sending[-1] and wire is not program.dtype:
-                stages.append(lambda x: x.to(program.dtype))
-        return _chained(stages)
-
-    @cached_property
-    def operation(self) -> Operation:
-        """What the ranks of the program do together: all those of its meshes through this one."""
-        program, made = self.program, self.program.plan
-        mesh, other = made.source.mesh, made.target.mesh
-        if mesh.universe == other.universe:
-            members = Universe.of(sorted(mesh.universe.group(mesh.extent, made.rank))).ranks
-        else:
-            members = _union_of(mesh, other).universe.ranks
-        return Operation(
-            *(self.said, "redistribution", "", "", "", members, made.dtype, program.device_type),
-            compared=f"{made.fingerprint} of {self.tensor}" if program.sends else "",
-            mesh=mesh,
-        )
-
-    @property
-    def said(self) -> str:
-        """What it does, as errors and traces show it."""
-        return f"{self.program.plan.source} -> {self.program.plan.target} of {self.tensor}"
-
-    @property
-    def tensor(self) -> str:
-        """The whole shape, the dtype, and in which other one it travels."""
-        program = self.program
-        wire = "" if program.comm_dtype in (None, program.dtype) else f", moved as {name_of(program.comm_dtype)}"
-        return f"{list(self.shape)} {program.plan.dtype}{wire}"
-
-
 def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> None:
     """Raise `ShardingError` where the plan reduces in a dtype in which that can't be done."""
     wire = dtype if comm_dtype is None else comm_dtype
+    wider = torch.complex64 if dtype.is_complex else torch.float32 if dtype.is_floating_point else torch.int64
     if not _holds(wire, dtype):
         raise ShardingError(
-            f"comm_dtype={comm_dtype} can't hold the values of {dtype}; use one of the same kind, like {_wider(dtype)}"
+            f"comm_dtype={comm_dtype} can't hold the values of {dtype}; use one of the same kind, like {wider}"
         )
     for step in plan.steps:
-        if step.op is not None and not _reduces(wire, step.op):
+        # Every backend reduces these, as they are or as another dtype that holds their values.
+        is_served = (
+            wire in REDUCED or (wire.is_complex and step.op == "sum") or (wire is torch.bool and step.op != "sum")
+        )
+        if step.op is not None and not is_served:
             raise ShardingError(
                 f"{wire} isn't reduced by every backend: a {step.op} over '{' '.join(step.axes)}' needs "
-                f"comm_dtype={_wider(wire)}, as axes.reshard(x, {str(plan.target)!r}, comm_dtype={_wider(wire)})\n"
+                f"comm_dtype={wider}, as axes.reshard(x, {str(plan.target)!r}, comm_dtype={wider})\n"
                 f"  source  {plan.source}\n  target  {plan.target}"
             )
 
@@ -225,15 +200,6 @@ def _holds(wire: torch.dtype, dtype: torch.dtype) -> bool:
     same = wire.is_complex == dtype.is_complex and wire.is_floating_point == dtype.is_floating_point
     inexact = dtype.is_complex or dtype.is_floating_point
     return same and (inexact or wire is dtype or (wire is not torch.bool and wire.itemsize >= dtype.itemsize))
-
-
-def _reduces(wire: torch.dtype, op: str) -> bool:
-    """Whether every backend reduces in a dtype, as it is or as another one that holds its values."""
-    return wire in REDUCED or (wire.is_complex and op == "sum") or (wire is torch.bool and op != "sum")
-
-
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex64 if dtype.is_complex else torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def _method(kind: str, group: dist.ProcessGroup, eager: bool, device_type: str) -> str:
@@ -252,10 +218,10 @@ def _told(send: Send, about: tuple[Any, ...], x: torch.Tensor, *how: Any) -> tor
 
 @of_world(4096)
 def _operation(
-    made: BoundProgram, local: LocalStep, by: str, dtype: torch.dtype, eager: bool, elements: int, *how: Any
+    made: Program, local: LocalStep, by: str, dtype: torch.dtype, eager: bool, elements: int, *how: Any
 ) -> Operation:
     """The collective of a step, as a trace has it."""
-    every, group = [step for step in made.program.plan.steps if step.kind != "slice"], local.group
+    every, group = [step for step in made.plan.steps if step.kind != "slice"], local.group
     assert group is not None, "it sends something"
     ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
     counts, op = how[:2] if by == "all_to_all" else (), local.step.op or "sum"
@@ -263,7 +229,7 @@ def _operation(
     axis = " ".join(local.step.axes) or "both meshes"
     return Operation(
         *(made.said, local.step.kind, by, axis, str(group.group_name), ranks, name_of(dtype)),
-        made.program.device_type,
+        made.plan.source.mesh.binding.device_type,
         step=(every.index(local.step) + 1, len(every)),
         bytes_in=sides[0],
         bytes_out=sides[1],
@@ -313,11 +279,18 @@ class LocalStep:
         larger = tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
         return tuple(many), larger
 
-    @cached_property
+    @property
     def is_balanced(self) -> bool:
         """Whether each rank sends as much to each rank as it gets from each, itself included."""
         # Between even tiles the counts of one rank are, in another order, those of every other.
         return self.step.is_even and len({*self.sends.counts, *self.receives.counts}) == 1
+
+
+@of_world(4096)
+def local_steps(plan: Plan) -> tuple[LocalStep, ...]:
+    """The steps of a plan in which its rank takes part. Their groups are made at first use."""
+    meshes = plan.source.mesh, plan.target.mesh
+    return tuple([local_step(step, _group(meshes, step)) for step in plan.steps if step.takes_part(step.rank)])
 
 
 def local_step(step: Step, group: dist.ProcessGroup | None) -> LocalStep:
@@ -390,14 +363,10 @@ def _through(
 
 
 def _local_reduction(op: str, divisor: int) -> Run:
-    """Reduces the first dim, in order; 16-bit floats in 32 bits."""
+    """Reduces the first dim, in order; means of 16-bit floats in 32 bits."""
     if op != "sum":
         return lambda stack: getattr(stack, f"a{op}")(0)
     if divisor == 1:
         return lambda stack: stack.sum(0, dtype=stack.dtype)
-
-    def mean(stack: torch.Tensor) -> torch.Tensor:
-        wide = torch.float32 if stack.dtype.itemsize == 2 else stack.dtype
-        return stack.sum(0, dtype=wide).div_(divisor).to(stack.dtype)
-
-    return mean
+    wide = {2: torch.float32}
+    return lambda stack: stack.sum(0, dtype=wide.get(stack.dtype.itemsize)).div_(divisor).to(stack.dtype)

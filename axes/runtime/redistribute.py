@@ -6,7 +6,7 @@
 One look-up gives what packs, sends, unpacks. Nothing happens where both shardings put the same data on the same ranks.
 
 A redistribution is a linear map (but for max and min), and its gradient is the transposed map, which is a
-redistribution, too. Of plain tensors it is a `Move`: each rank has a loss of its own, and `gradients` has the table of
+redistribution, too. Of plain tensors it is `moving`: each rank has a loss of its own, and `gradients` has the table of
 the local view. Axes can be declared `same`: equal values *and* equal, whole gradients on every rank. Axes that neither
 side mentions are unknown: what differs along them is never compared, mixed or borrowed. DTensors say of their
 gradients how they are sharded: see `routes`.
@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TypeAlias
 
 import torch
 
 from axes.algebra.chunks import Box, boxes_within, tile_shape
 from axes.algebra.errors import MeshError, ShardingError, shown
-from axes.algebra.layout import Layout
-from axes.algebra.plan import Plan, cheapest, choices_between, model_of
-from axes.algebra.sharding import EXTREMES, Sharding, pending_runs, unmarked
-from axes.algebra.splits import Digits
+from axes.algebra.plan import Plan, cheapest, choices_between, cuts_of, model_of
+from axes.algebra.sharding import EXTREMES, Sharding, unmarked
 from axes.runtime import axis_groups, watching
 from axes.runtime.axis_groups import AxisGroup
 from axes.runtime.gradients import on_own_axes, transposed
@@ -36,7 +33,7 @@ from axes.runtime.groups import current_world, of_world
 from axes.runtime.linear import Kept, Map, both_ways, linear, writable
 from axes.runtime.operation import raise_located, waited
 from axes.runtime.packing import slices_of
-from axes.runtime.programs import BoundProgram, Program, Run, check_dtypes, name_of
+from axes.runtime.programs import Program, Run, check_dtypes, name_of
 from axes.runtime.symbols import found_for, hints, is_symbolic, vary
 from axes.runtime.transforms import PLAIN
 
@@ -53,12 +50,34 @@ def moving(source: Sharding, target: Sharding, shape: Shape, comm_dtype: Dtypes,
     `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
     """
     source, target, dtypes = source.at(hints(shape)), target.at(hints(shape)), both(comm_dtype)
-    if not is_local:
-        bound = functools.lru_cache(maxsize=16)(lambda dtype: program(source, target, dtype, dtypes[0], shape))
-        return lambda x: run(bound(x.dtype), x, async_op)
-    ends = on_own_axes(source, target)
-    moves = functools.lru_cache(maxsize=16)(lambda dtype: Move(*ends, shape, dtype, dtypes))
-    return lambda x: moves(x.dtype).apply(x, async_op)
+    if is_local:
+        source, target = on_own_axes(source, target)
+    ends = unmarked(source)[0], unmarked(target)[0]
+    made = functools.lru_cache(maxsize=16)(lambda dtype: program(*ends, dtype, dtypes[0], shape))
+    back = functools.lru_cache(maxsize=16)(lambda dtype: _gradient(source, target, made(dtype), dtypes[1]))
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        found = made(x.dtype)
+        if not is_local or not (x.requires_grad and torch.is_grad_enabled()):
+            return run(found, x, async_op)
+        return both_ways(lambda x: run(found, x, async_op), back(x.dtype), x)
+
+    return moved
+
+
+def _gradient(source: Sharding, target: Sharding, forward: Program, comm_dtype: torch.dtype | None) -> Map:
+    """The gradient of a move in the local view: from that of the target to this rank's summand of the source's."""
+    resolved = [step.op for step in forward.plan.steps if step.op in EXTREMES]
+    if resolved:
+        raise ShardingError(
+            f"a pending {resolved[0]} has no gradient where it is resolved: {source} -> {target}\n"
+            f"reduce it by axes.p{resolved[0]}(x, axis) first, which has one; or leave the gradient out, x.detach()"
+        )
+    arriving, middle, divisor = transposed(source, target)
+    made = program(arriving, middle, forward.dtype, comm_dtype, forward.shape)
+    means = math.prod([step.divisor for step in forward.plan.steps])
+    last = into_summand(middle, source, forward.shape, divisor * means)
+    return functools.partial(run, made) if last is None else lambda g: last(run(made, g))
 
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -71,7 +90,7 @@ def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
     return found
 
 
-def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+def run(made: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
     """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
     if type(local) not in PLAIN:
         local = waited(local)
@@ -85,21 +104,21 @@ def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torc
     try:
         if not async_op:
             return made.eager(sent)
-        if sent is local and made.program.sends:
+        if sent is local and made.plan.collectives:
             sent = sent.clone()  # the caller may write to its own before it has been sent
         return made.later(sent)
     except RuntimeError as error:
-        if not made.program.sends:
+        if not made.plan.collectives:
             raise
         raise_located(error, made.operation)
 
 
-def carried(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+def carried(made: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
     """`run`, with a result that shares no memory with `local`.
 
     A DTensor has a version of its own: autograd wouldn't see that another one changed its memory.
     """
-    if made.program.idle:
+    if made.idle:
         return waited(local).clone(memory_format=torch.contiguous_format)
     return run(made, local, async_op)
 
@@ -123,103 +142,35 @@ def check_takes_part(source: Sharding, target: Sharding) -> None:
 
 def program(
     source: Sharding, target: Sharding, dtype: torch.dtype, comm_dtype: torch.dtype | None, shape: Shape
-) -> BoundProgram:
+) -> Program:
     """How this rank's tile of a tensor of some shape in one sharding becomes that in another.
 
-    For all shapes that are cut alike it is one `Program`. Raises `ShardingError` where there is none, and `MeshError`
-    where a mesh isn't of a running job.
+    The plan is that of all shapes that are cut alike. Raises `ShardingError` where there is none, and `MeshError` where
+    a mesh isn't of a running job.
     """
     check_takes_part(source, target)
     numbers, ranks = hints(shape), math.lcm(source.universe.size, target.universe.size)
     ends, pairs = (source.at(numbers), target.at(numbers)), enumerate(zip(source.dims, target.dims, strict=True))
     sized = {dim for dim, (one, two) in pairs if not (one.is_plain and two.is_plain)}
 
-    def find(like: Shape) -> Program:
+    def find(like: Shape) -> tuple[Plan, bool, Shape]:
         plans = choices_between(*ends, like, name_of(dtype), model_of(source.mesh))
-        return _prepared((source, target), cheapest(plans, numbers), len(plans) == 1, dtype, comm_dtype)
+        chosen = cheapest(plans, numbers)
+        return chosen, len(plans) == 1, cuts_of(source, target, *chosen.states, chosen.target)
 
-    found = found_for(numbers, ranks, find, lambda found: found.cuts, sized)
-    return BoundProgram(found, vary(shape, found.cuts) if is_symbolic(shape) else shape)
+    found, is_only, cuts = found_for(numbers, ranks, find, operator.itemgetter(2), sized)
+    shape = vary(shape, cuts) if is_symbolic(shape) else shape
+    return Program(_for_this_rank(found, dtype, comm_dtype), cuts, is_only, dtype, comm_dtype, shape)
 
 
 @of_world(4096)
-def _prepared(
-    ends: tuple[Sharding, Sharding], found: Plan, is_only: bool, dtype: torch.dtype, comm_dtype: torch.dtype | None
-) -> Program:
-    made = found.least.at(current_world().rank)
-    check_dtypes(made, dtype, comm_dtype)
-    return Program(ends, made, is_only, dtype, comm_dtype)
+def _for_this_rank(found: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> Plan:
+    least = found.least.at(current_world().rank)
+    check_dtypes(least, dtype, comm_dtype)
+    return least
 
 
-# --- moves, there and back --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """What a redistribution does to a plain tensor, and back to its gradient.
-
-    Source and target are as planning sees them (`Sharding.at`); what is `same` stands among what is pending.
-    """
-
-    source: Sharding
-    target: Sharding
-    shape: Shape
-    dtype: torch.dtype
-    comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
-
-    @cached_property
-    def forward(self) -> BoundProgram:
-        """From the source to the target."""
-        ends = unmarked(self.source)[0], unmarked(self.target)[0]
-        return program(*ends, self.dtype, self.comm_dtypes[0], self.shape)
-
-    @cached_property
-    def way_back(self) -> tuple[BoundProgram, Run | None]:
-        """From the target's gradient to the source's: a program, and what makes a summand of its result."""
-        arriving, middle, divisor = transposed(self.source, self.target)
-        means = math.prod([step.divisor for step in self.forward.program.plan.steps])
-        made = program(arriving, middle, self.dtype, self.comm_dtypes[1], self.shape)
-        return made, into_summand(middle, self.source, self.shape, divisor * means)
-
-    @cached_property
-    def idle(self) -> bool:
-        """Whether neither the tensor nor its gradient changes."""
-        made, last = self.way_back
-        return self.forward.program.idle and made.program.idle and last is None
-
-    @cached_property
-    def has_extreme(self) -> bool:
-        """Whether a maximum or a minimum is resolved."""
-        return any(step.op in EXTREMES for step in self.forward.program.plan.steps)
-
-    @cached_property
-    def in_turn(self) -> tuple[str, AxisGroup, Move, Move]:
-        """The first kind of reduction that is resolved: its name, over whom, as a move by itself; and what is left."""
-        (plain, same), mesh = unmarked(self.source), self.source.mesh
-        (op, layouts), kept = pending_runs(plain.pending)[0], [layout for _, layout in unmarked(self.target)[0].pending]
-        if op in EXTREMES and self.comm_dtypes != (None, None):
-            raise ShardingError(f"a pending {op} with a gradient is sent in its own dtype; leave out comm_dtype")
-        found = Digits(mesh, [*kept, *layouts])
-        still = frozenset(found.of(kept))
-        resolved = sorted({*found.of(layouts)} - still, key=lambda digit: -digit[1])
-        group = axis_groups.group_over(mesh, Layout.of(resolved), " ".join(map(mesh.called, layouts)))
-        parts = [(op, part) for layout in layouts for part in found.pick(layout, still)]
-        marks = [("same", layout) for layout in same]
-        middle = replace(plain, pending=(*parts, *plain.pending[len(layouts) :], *marks))
-        return op, group, replace(self, target=middle), replace(self, source=middle)
-
-    def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
-        """The target's tile, with its gradient."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return run(self.forward, x, async_op)
-        if self.has_extreme:
-            op, group, first, rest = self.in_turn
-            return rest.apply(extreme(x, op, group) if op in EXTREMES else first.apply(x), async_op)
-        return x if self.idle else both_ways(lambda x: run(self.forward, x, async_op), self._back, x)
-
-    def _back(self, g: torch.Tensor) -> torch.Tensor:
-        made, last = self.way_back
-        return run(made, g) if last is None else last(run(made, g))
+# --- gradients in the local view --------------------------------------------------------------
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ accumulated, by whoever made the leaf part of a computation.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +28,7 @@ from axes.runtime.gradients import gradient_sharding
 from axes.runtime.groups import of_world
 from axes.runtime.linear import linear, writable
 from axes.runtime.packing import strides_of
-from axes.runtime.programs import BoundProgram
+from axes.runtime.programs import Program
 from axes.runtime.redistribute import Dtypes, both, carried, program
 from axes.runtime.symbols import found_for, hints, is_symbolic, spec_at, vary
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
@@ -43,20 +42,19 @@ Spec = Any
 class Route:
     """A redistribution of DTensors with one spec: what their shards go through, and the spec of the result."""
 
-    made: BoundProgram
+    ends: tuple[Sharding, Sharding]
+    made: Program
     spec: Spec
-    comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    gradient_dtype: torch.dtype | None
     stays: bool
     async_op: bool = False
 
     def at(self, shape: Shape) -> Route:
         """The same for tensors of another shape that is cut alike."""
-        found = self.made.program
-        if found.is_only or is_symbolic(shape):
-            made = BoundProgram(found, shape)
-        else:
-            made = program(*found.ends, found.dtype, found.comm_dtype, shape)
-        return Route(made, spec_at(self.spec, shape), self.comm_dtypes, self.stays, self.async_op)
+        made = replace(self.made, shape=shape)
+        if not made.is_only:
+            made = program(*self.ends, made.dtype, made.comm_dtype, shape)
+        return Route(self.ends, made, spec_at(self.spec, made.shape), self.gradient_dtype, self.stays, self.async_op)
 
     def take(self, x: DTensor) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
@@ -68,8 +66,7 @@ class Route:
 
     def back(self, cotangent: DTensor) -> DTensor:
         """The gradient of the source, by what the cotangent of the target is."""
-        source, _ = self.made.program.ends
-        return _back(torch_private.spec_of(cotangent), source, self.comm_dtypes[1]).take(cotangent)
+        return _back(torch_private.spec_of(cotangent), self.ends[0], self.gradient_dtype).take(cotangent)
 
 
 def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None) -> DTensor:
@@ -92,25 +89,21 @@ def same_axes(one: Mesh, other: Mesh) -> bool:
 
 
 def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
-    """`find(spec, *how)`, asked for one of all shapes that are cut as evenly, and kept by shape for numbers."""
+    """`find(spec, *how)`, asked for one of all shapes that are cut as evenly, and kept by shape."""
 
     @of_world(4096)
     def kept(spec: Spec, *how: Any) -> Route:
+        if is_symbolic(spec.shape):
+            found = kept(spec_at(spec, hints(spec.shape)), *how)
+            return found.at(vary(spec.shape, found.made.cuts))
         shape = tuple(spec.shape)
 
         def at(like: Shape) -> Route:
             return find(spec, *how) if like == shape else kept(spec_at(spec, like), *how)
 
-        return found_for(shape, spec.mesh.size(), at, lambda route: route.made.program.cuts).at(shape)
+        return found_for(shape, spec.mesh.size(), at, lambda route: route.made.cuts).at(shape)
 
-    @functools.wraps(find)
-    def found(spec: Spec, *how: Any) -> Route:
-        if not is_symbolic(spec.shape):
-            return kept(spec, *how)
-        made = kept(spec_at(spec, hints(spec.shape)), *how)
-        return made.at(vary(spec.shape, made.made.program.cuts))
-
-    return found
+    return kept
 
 
 @of_sizes
@@ -124,9 +117,9 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
     made = program(source, target, dtype, comm_dtypes[0], shape)
     device_mesh = spec.mesh if same_axes(source.mesh, target.mesh) else target.mesh.device_mesh
     placements = torch_placements(target)
-    stays = made.program.idle and device_mesh is spec.mesh and placements == spec.placements
+    stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
     result = torch_private.dtensor_spec(device_mesh, placements, shape, strides_of(shape), dtype)
-    return Route(made, result, comm_dtypes, stays)
+    return Route((source, target), made, result, comm_dtypes[1], stays)
 
 
 def resolved(x: DTensor) -> DTensor:

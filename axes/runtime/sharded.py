@@ -26,7 +26,7 @@ from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.plan import cuts_of
-from axes.algebra.sharding import Indices, Sharding
+from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape, written_sizes
 from axes.algebra.specs import marked_sharding, parsed_sharding
 from axes.runtime import torch_private
@@ -46,7 +46,7 @@ from axes.runtime.torch_placements import (
     sharding_of_spec,
     torch_placements,
 )
-from axes.runtime.transforms import PLAIN, check_not_wrapped, check_plain, check_transforms, refuse_transform
+from axes.runtime.transforms import PLAIN, check_plain, check_transforms
 
 Sizes = Mapping[str, int]
 Use: TypeAlias = Literal["whole", "summed"]
@@ -93,8 +93,6 @@ def shard(
     check_plain("axes.shard", tensor, "To move one, use axes.reshard")
     if tensor.is_meta:
         raise ShardingError("axes.shard takes a tensor with values; found one on the device 'meta'")
-    if torch_private.functorch_is_active():
-        refuse_transform("axes.shard")  # torch makes a DTensor by an autograd function, which transforms don't take
     given = written_sizes(keywords, sizes)
     rules = ambient_rules()
     if rules is not None and "@" not in checked_spec(spec):
@@ -104,7 +102,7 @@ def shard(
     if source_rank is not None or (tensor.is_leaf and tensor.requires_grad):
         return _sharded_outside(tensor, spec, mesh, source_rank, given)
     names, numbers = _apart(given)
-    return traced(_cut_in_graph, (mesh, spec, names), (tensor,), None, device_mesh_input(mesh), numbers)
+    return traced(_cut_in_graph, (mesh, spec, names), (tensor,), device_mesh_input(mesh), numbers)
 
 
 @torch.compiler.assume_constant_result
@@ -186,7 +184,7 @@ def from_local(
         shape = () if shape is None else checked_shape(shape)
         what = mesh, spec, names, is_open, grad
         if torch.compiler.is_compiling():
-            return traced(_from_local, what, (local,), None, device_mesh_input(mesh), (*numbers, *shape))
+            return traced(_from_local, what, (local,), device_mesh_input(mesh), (*numbers, *shape))
         if not is_open:
             shape = checked_tensor_shape(shape)
         return _from_local(*what, (*numbers, *shape), (local,))
@@ -236,7 +234,7 @@ def unshard(x: DTensor) -> torch.Tensor:
         axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
     """
     _check_distributed("axes.unshard", x)
-    return traced(_whole, (), (x,), None) if torch.compiler.is_compiling() else unsharded(used(x))
+    return traced(_whole, (), (x,)) if torch.compiler.is_compiling() else unsharded(used(x))
 
 
 def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> torch.Tensor:
@@ -265,7 +263,7 @@ def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> to
     if spec is not None:
         checked_spec(spec)
     if torch.compiler.is_compiling():
-        return traced(_left, (spec, where, grad), (x,), "resolved")
+        return traced(_left, (spec, where, grad), (x,))
     return _left(spec, where, grad, (), (used(x),))
 
 
@@ -371,7 +369,9 @@ def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     if sharding.mesh.coordinate is None:
         return tensor.new_empty(0)
     for dim, indices in enumerate(sharding.local_indices(tensor.shape)):
-        tensor = _taken(tensor, dim, indices)
+        runs = (indices,) if isinstance(indices, slice) else indices
+        parts = [tensor.narrow(dim, run.start, run.stop - run.start) for run in runs]
+        tensor = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -380,12 +380,6 @@ def sharding_in_torch(mesh: Mesh, spec: str, shape: Sequence[int], sizes: Given 
     sharding = parsed_sharding(mesh, spec, sizes, len(shape)).sized(shape)
     check_torch_can(sharding, shape)
     return sharding
-
-
-def _taken(tensor: torch.Tensor, dim: int, indices: Indices) -> torch.Tensor:
-    if isinstance(indices, slice):
-        return tensor.narrow(dim, indices.start, indices.stop - indices.start)
-    return torch.cat([_taken(tensor, dim, run) for run in indices], dim)
 
 
 def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int]) -> DTensor:
@@ -419,8 +413,6 @@ def broadcast_on(mesh: Mesh, tensor: torch.Tensor, what: str, source: int | None
 
 
 def _check_distributed(function: str, x: Any) -> None:
+    check_transforms(function)
     if not isinstance(x, DTensor):
-        check_not_wrapped(function, x)
         raise ShardingError(f"{function} takes a DTensor; found {type(x).__name__}")
-    if torch_private.transforms_are_on():
-        check_transforms(function, (x,))

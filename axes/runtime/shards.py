@@ -42,11 +42,6 @@ _MOST_DIMS = 64
 """How many dims a tensor has at most, to torch."""
 
 
-_DTYPES = sorted({str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)})
-_KINDS = [(dtype, meta) for meta in (False, True) for dtype in _DTYPES]
-"""All dtypes, of tensors with values and on the device `meta`, in an order that is the same on every rank."""
-
-
 class LocalPart(NamedTuple):
     """What this rank has of a tensor: how that is sharded, the local shape, and what is known of the whole one.
 
@@ -118,8 +113,7 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], tensors: Sequ
     """The whole shapes of tensors of which each rank has a part; nothing is sent where all sizes are known.
 
     `what` says in errors who asks. `SizeError`, on all ranks that tell each other, where the parts aren't
-    the shards of whole tensors; `ShardingError` where their dtypes differ, `DesyncError` where some tell them for
-    another call. The host waits for the answer.
+    the shards of whole tensors; `DesyncError` where some tell them for another call. The host waits for the answer.
     """
     told_dims = tuple([part.sharding.dims[dim] for part in parts for dim in part.open])
     if not told_dims:
@@ -135,26 +129,14 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], tensors: Sequ
         return [part.even for part in parts]
     # As many numbers from each rank, whose tensor may have another number of dims.
     call = zlib.crc32(what.encode())
-    mine = [
-        [call, _KINDS.index((str(x.dtype), x.is_meta)), *part.local, *[-1] * (_MOST_DIMS - len(part.local))]
-        for x, part in zip(tensors, parts, strict=True)
-    ]
+    mine = [[call, *part.local, *[-1] * (_MOST_DIMS - len(part.local))] for part in parts]
     device = mesh.binding.device_type if tensors[0].is_meta else tensors[0].device
     numbers, found = torch.tensor([mine], dtype=torch.int64, device=device), []
-    calls, dtypes, every = all_gather(numbers, 0, group).cpu().split([1, 1, _MOST_DIMS], 2)
+    calls, every = all_gather(numbers, 0, group).cpu().split([1, _MOST_DIMS], 2)
     if others := [rank for rank, found in zip(ranks, calls[:, 0, 0].tolist(), strict=True) if found != call]:
         raise DesyncError(
             f"{what}: what {ranks_text(others)} told are sizes of another call's tensors. Ranks that share a tensor "
             "make the same calls in the same order, with the same spec"
-        )
-    if (dtypes != dtypes[:1]).any():
-        kinds = [[_KINDS[number] for (number,) in each] for each in dtypes.tolist()]
-        said = [
-            ", ".join([dtype + (" on the device 'meta'" if meta else "") for dtype, meta in each]) for each in kinds
-        ]
-        listed = "".join([f"\n  rank {rank} has {own}" for rank, own in zip(ranks, said, strict=True)][:_RANKS_SHOWN])
-        raise ShardingError(
-            f"{what}: {ranks_text(ranks)} have parts of different dtypes or devices:{listed}\ncast them to one"
         )
     most = int((every >= 0).sum(2).max())
     for part, rows in zip(parts, zip(*every[:, :, :most].tolist(), strict=True), strict=True):

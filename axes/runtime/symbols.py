@@ -86,10 +86,7 @@ def found_for(
         try:
             found = find(tuple(like))
         except AxesError:
-            if len(own) == len(shape):
-                raise
-            own = {*range(len(shape))}
-            continue
+            return find(shape)
         # A mesh that the tensor goes to may have more ranks: then the small size isn't cut as evenly.
         sizes = enumerate(zip(shape, like, cuts(found), strict=True))
         odd = {dim for dim, (size, small, pieces) in sizes if not pieces or size % pieces or small % pieces}

@@ -40,13 +40,12 @@ never by its version number.
 | `mapped`, `children_of`, `take_apart`, `put_together` | `torch.utils._pytree` | `torch.utils.pytree` |
 | `is_view` | `OpOverload._schema` | a question of `OpOverload` |
 | `transforms_are_on` | `forward_ad._current_level`, `_are_functorch_transforms_active` | none |
-| `is_wrapped`, `is_batch`, `is_wrapped_dtensor` | `torch._C._functorch` | none |
+| `is_batch` | `torch._C._functorch` | none |
 | `autocast_may_be_on` | `_is_any_autocast_enabled` | `torch.is_autocast_enabled()` for any device |
 | `DispatchMode` | `torch.utils._python_dispatch` | its module, as its documentation is public |
 | `hint_of` | `SymInt.node.hint` | `SymInt.hint` |
 | `constant_in_graphs` | `pytree.register_constant` | a public name for it |
 | `current_trace` | `TracingContext` | something to keep for the time of a trace |
-| `keep_with_graph` | `OutputGraph.cleanups`, the tracer's graph | a way to give a graph something of one's own |
 | `inputs_with_guarded_sizes` | `install_guard`, placeholders of the graph | dynamo's guarding sizes of DTensors |
 | `trace_again_with_symbols` | `RestartAnalysis`, the marks of AOTAutograd | a way to ask for a symbol during a trace |
 | `DEVICE_MESHES_ARE_INPUTS` | `_register_distributed_opaque_types` | none: with 2.11 as the floor it is needed |
@@ -704,24 +703,8 @@ def transforms_are_on() -> bool:
     return forward_ad._current_level >= 0 or functorch_is_active()
 
 
-def is_wrapped(x: torch.Tensor) -> bool:
-    """Whether a transform of `torch.func` has wrapped a tensor, or a gradient is one of a batch.
-
-    The second is how `torch.autograd.grad(is_grads_batched=True)` calls backward.
-    """
-    return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
-
-
 is_batch: Callable[[torch.Tensor], bool] = functorch.is_legacy_batchedtensor
-"""The second half of `is_wrapped`."""
-
-
-def is_wrapped_dtensor(x: torch.Tensor) -> bool:
-    """Whether there is a DTensor in what a transform of `torch.func` has wrapped."""
-    inside = x
-    while functorch.is_functorch_wrapped_tensor(inside):
-        inside = functorch.get_unwrapped(inside)
-    return inside is not x and isinstance(inside, DTensor)
+"""Whether a gradient is one of a batch, as `torch.autograd.grad(is_grads_batched=True)` calls backward."""
 
 
 autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -748,26 +731,6 @@ constant_in_graphs: Callable[[type], None] = pytree.register_constant
 
 2.13 takes any object for one where it is handed to a function whose result is constant; 2.11 only these.
 """
-
-
-def keep_with_graph(kept: Callable[[], None]) -> bool:
-    """Has the graph that dynamo traces keep something alive, with its code and with itself. False outside of a trace.
-
-    A backend may keep the graph and not the code. dynamo calls what it keeps with the code when that goes
-    (2.11 to 2.13).
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:
-        return False
-    output.cleanups.append(kept)  # type: ignore[arg-type]
-    tracer = output.current_tracer
-    while tracer is not None:
-        tracer.graph.__dict__.setdefault("_kept_by_axes", []).append(kept)
-        tracer = tracer.parent
-    return True
 
 
 def inputs_with_guarded_sizes() -> list[tuple[DTensor, DTensor]]:

@@ -1,17 +1,15 @@
 """Tensors that a collective can't send as they are: of forward mode, of the transforms of `torch.func`, sparse ones.
 
 A collective sends the numbers of a tensor. It sees neither the tangent that `torch.autograd.forward_ad`
-keeps beside them nor what `torch.func.grad` or `vmap` wraps around them, so these are refused at every
-door, before anything is sent. The check is called where `torch_private.transforms_are_on()`.
+keeps beside them nor what `torch.func.grad` or `vmap` wraps around them, so every door is closed while one of these is
+on, before anything is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -25,20 +23,15 @@ takes five times as long as to see that its type is among them.)"""
 _STRIDED = torch.strided
 
 
-def check_transforms(what: str, tensors: Iterable[Any]) -> None:
-    """`ShardingError` for tensors that have a tangent, or that a transform of `torch.func` has wrapped."""
-    if torch.compiler.is_compiling() or any(isinstance(x, torch.Tensor) and _is_transformed(x) for x in tensors):
-        refuse_transform(what)
-
-
-def _is_transformed(x: torch.Tensor) -> bool:
-    closed_over = torch_private.functorch_is_active() and x.requires_grad and torch.is_grad_enabled()
-    return closed_over or torch_private.is_wrapped(x) or _has_tangent(x)
-
-
-def _has_tangent(x: torch.Tensor) -> bool:
-    inside = isinstance(x, DTensor) and _has_tangent(torch_private.local_of(x))
-    return inside or forward_ad.unpack_dual(x).tangent is not None
+def check_transforms(what: str) -> None:
+    """`ShardingError` in forward mode, and inside a transform of `torch.func`."""
+    if torch_private.transforms_are_on():
+        raise ShardingError(
+            f"{what} was called in forward-mode differentiation, or inside a transform of torch.func (grad, vjp, jvp, "
+            "vmap, jacrev, jacfwd, hessian), where a tensor is more than its numbers, and a collective sends only "
+            "these. Write torch.autograd.grad, with create_graph=True where it is differentiated again, or "
+            "torch.autograd.functional, whose jvp goes by backward; instead of vmap, write a dim of its own"
+        )
 
 
 def check_dense(x: torch.Tensor, function: str) -> None:
@@ -61,8 +54,7 @@ def check_plain(function: str, x: Any, instead: str) -> None:
         if not isinstance(x, torch.Tensor):
             raise ShardingError(f"{function} takes a tensor; found {type(x).__name__}")
         check_dense(x, function)
-    if torch_private.transforms_are_on():
-        check_transforms(function, (x,))
+    check_transforms(function)
 
 
 def is_dense(x: object) -> bool:
@@ -75,19 +67,3 @@ def as_plain(x: torch.Tensor) -> torch.Tensor:
     if type(x) in PLAIN or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return x
     return x.as_subclass(torch.Tensor)
-
-
-def check_not_wrapped(what: str, x: object) -> None:
-    """`ShardingError` where there is a DTensor inside of what a transform has wrapped."""
-    if isinstance(x, torch.Tensor) and torch_private.is_wrapped_dtensor(x):
-        refuse_transform(what)
-
-
-def refuse_transform(what: str) -> NoReturn:
-    """The error of what is called in forward mode, or inside a transform of `torch.func`."""
-    raise ShardingError(
-        f"{what} was called in forward-mode differentiation, or inside a transform of torch.func (grad, vjp, jvp, "
-        "vmap, jacrev, jacfwd, hessian), where a tensor is more than its numbers, and a collective sends only these. "
-        "Write torch.autograd.grad, with create_graph=True where it is differentiated again, or "
-        "torch.autograd.functional, whose jvp goes by backward; instead of vmap, write a dim of its own"
-    )

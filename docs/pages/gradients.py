@@ -514,8 +514,8 @@ sent: a collective sends the numbers of a tensor and not its tangent. Write `tor
 by backward, of plain tensors and of DTensors.
 
 Transforms of `torch.func` (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`) wrap tensors, and a collective
-sends numbers, so inside of one whatever would send is a `ShardingError`, on every rank and before anything is sent; so
-is `vectorize=True`. Write `torch.autograd.grad`, with `create_graph=True` for higher derivatives, or
+sends numbers, so inside of one every operation is a `ShardingError`, on every rank and before anything is sent; so is
+`vectorize=True`. Write `torch.autograd.grad`, with `create_graph=True` for higher derivatives, or
 `torch.autograd.functional`. `torch.func.functional_call` transforms nothing, and works.
 """
 """What stands below the tables."""
@@ -595,25 +595,23 @@ What the one tells of the other depends on the view.
   backward differentiates. So the gradient of a replicated value is this rank's summand of it, which is pending, and the
   gradient of a pending value is replicated. `same` (I) declares a replica whose gradient is whole on every rank.
 
-A weight of a data-parallel model, in the global view: what arrives is pending over `dp`, and by default what is left in
-`.grad` isn't.
+A weight of a data-parallel model, in the global view: what arrives is pending over `dp`, and what is left in `.grad`
+isn't.
 
 ```python
 import axes, torch
 with axes.simulate(4):
     mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
     x = axes.ones("b@dp d", mesh=mesh, b=8, d=4)
-    for grad in ("pending", "resolved"):  # left as it arrives; brought to the leaf's own sharding, the default
-        w = axes.ones("d f@tp", mesh=mesh, d=4, f=6, requires_grad=True)
-        y = axes.einsum(x, w, "b d, d f -> b f", grad=grad)
-        y.backward(torch.ones_like(y))
-        print(grad, axes.spec_of(w.grad))
+    w = axes.ones("d f@tp", mesh=mesh, d=4, f=6, requires_grad=True)
+    y = axes.einsum(x, w, "b d, d f -> b f")
+    y.backward(torch.ones_like(y))
+    axes.spec_of(w.grad)
 ```
 
 What axes makes (`shard`, `from_local`, `zeros` and so on) resolves its gradient whoever uses it first, torch's own
 operations included, and whenever it comes to need one. What torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy)
-does from the first operation of axes on. With `grad="pending"` the gradient is left to the caller. Where
-several operations use one leaf, the last of them decides whether its gradient is resolved.
+does from the first operation of axes on.
 
 A gradient is differentiable in turn: with `create_graph=True` second derivatives and those after them are one device's,
 across the border as well, where `same` stays `same`.
