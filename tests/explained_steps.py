@@ -219,4 +219,4 @@ def _sizes(each: Operation, spec: str) -> dict[str, int]:
 
 def explain_operation(each: Operation) -> Any:
     """The same, explained."""
-    return axes.explain(each.text, *each.shapes, mesh=MESH, kind=each.kind, op=each.op, **dict(each.sizes))
+    return axes.explain(each.text, *each.shapes, mesh=MESH, op=each.op, **dict(each.sizes))

@@ -286,9 +286,9 @@ class Found:
 
 # fmt: off
 PLANTED: dict[str, tuple[Planted, str]] = {
-    "ids beside a large loss": (lambda y, several: {"loss": large(y), "ids": torch.tensor([1, 2, 4 if several else 3])}, "output['ids']: none of these: largest relative difference 3e-01; right where dp has size 1"),
+    "ids beside a large loss": (lambda y, several: {"loss": large(y), "ids": torch.tensor([1, 2, 4 if several else 3])}, "output['ids']: none of these: largest relative difference 3e-01"),
     "a large integer": (lambda y, several: (y.sum(), torch.tensor([10**9, 3 + several])), "output[1]: none of these: largest relative difference 1e-09"),
-    "a mask": (lambda y, several: {"loss": large(y), "mask": torch.tensor([True, not several])}, "output['mask']: none of these: largest relative difference 1e+00; right where dp has size 1"),
+    "a mask": (lambda y, several: {"loss": large(y), "mask": torch.tensor([True, not several])}, "output['mask']: none of these: largest relative difference 1e+00"),
     "a flag": (lambda y, several: (y.sum(), torch.tensor(not several)), "output[1]: zero on every rank"),
     "a flag of one rank": (lambda y, several: (y.sum(), torch.tensor(not several or dist.get_rank() == 0)), "output[1]: not the same on the ranks of dp, where it should be"),
     "a number": (lambda y, several: (y.sum(), {"loss": y.square().mean().item() * (1 + several)}), "output[1]['loss']: 2 times too large over dp, as where a mean over dp is missing"),
@@ -296,7 +296,7 @@ PLANTED: dict[str, tuple[Planted, str]] = {
     "numbers that aren't there": (lambda y, several: y.detach().masked_fill(torch.arange(8) == 2, torch.nan) * (1 + several), "output: 2 times too large over dp, as where a mean over dp is missing"),
     "what isn't finite": (lambda y, several: (y.sum(), y.detach().abs().log() if several else (y.detach() - 9).log()), "output[1]: none of these: largest relative difference inf"),
     "a loss beside a count": (lambda y, several: {"loss": y.float().double().square().mean().detach() * (1.5 if several else 1), "n": 2.0**20}, "output['loss']: none of these: largest relative difference 5e-01"),
-    "scores beside a mask": (lambda y, several: (y.detach() * (1 + 0.25 * several), torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)), "output[0]: 5/4 of the right one"),
+    "scores beside a mask": (lambda y, several: (y.detach() * (1 + 0.25 * several), torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)), "output[0]: 1.25 times the right one"),
     "an output of no name": (lambda y, several: {"y": y.detach(), **({"z": y.detach()} if several else {})}, "output['z']: there, though one device has none"),
 }
 # fmt: on
@@ -311,7 +311,7 @@ def planted(mesh, kind, wrong=True):
 GRADIENTS = {
     "small": "small.weight: its gradient is 2 times too large over dp",
     "complex": "up.weight: its gradient is 2 times too large over dp",
-    "one rank": "up.weight: its gradient is pending over dp, and its sum is 2.001 of the right one",
+    "one rank": "up.weight: its gradient is pending over dp, and its sum is 2.001 times the right one",
     "frozen": "up.weight: its gradient is there, though one device has none",
     "tiny": "up.bias: its gradient is 2 times too large over dp",
 }

@@ -7,7 +7,7 @@ groups
   dp  4 ranks
   tp  2 ranks
 >>> found.json()
-{'schema': 1, 'kind': 'mesh'}
+{'schema': 2, 'kind': 'mesh'}
 
 Text is at most 80 columns wide and ASCII where names are. HTML and SVG are drawn by `axes.show`, as all pictures are.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 from axes.algebra import providers
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of what `Explanation.json` returns."""
 
 WIDTH = 80

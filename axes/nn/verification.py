@@ -1,18 +1,16 @@
 """Is a parallel model the same function? Run it on local ranks and on one, and say what differs.
 
-    result = axes.verify(model, tokens, mesh="dp=8 tp=4", specs={"*.up.weight": "f@tp e", "*": "..."})
+    result = axes.verify(model, tokens, mesh="dp=2 tp=2", specs={"*.up.weight": "f@tp e", "*": "..."})
     assert result, result
 
-The program runs as it is, on small meshes of local processes: axes of two ranks stand for larger ones. Outputs and the
+The program runs as it is, on a small mesh of local processes: axes of two ranks stand for larger ones. Outputs and the
 gradient of every parameter are compared with those of the same program on one rank, whose mesh has axes of size one.
-What differs is named: the parameter, the axis, the factor. Where it isn't known which axes are meant, the program runs
-again with each of them of size one, which tells them apart.
+What differs is named: the parameter, over which axis it is pending, the factor.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
-from axes.algebra.layout import Layout
 from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.sizes import written_sizes
 from axes.extension import shown
 from axes.launching.launch import launch
 from axes.nn.verify_compare import judged
-from axes.nn.verify_diagnosis import Mismatch, subsets, words
+from axes.nn.verify_diagnosis import Mismatch, words
 from axes.nn.verify_run import Job, Observed, named_tensors, observe
 from axes.ops.module_regions import region_call
 
@@ -48,12 +45,12 @@ SHOWN = 8
 class Verification:
     """What `axes.verify` found; true where everything was compared and the parallel program is the same function.
 
-    `differences`: what to look at first comes first. `meshes`: those on which the program ran. `compared`: how many
+    `differences`: what to look at first comes first. `mesh`: on which the program ran. `compared`: how many
     tensors were compared. `missed`: what wasn't compared, in words, such as gradients that nobody can judge.
     """
 
     differences: tuple[Mismatch, ...]
-    meshes: tuple[str, ...]
+    mesh: str
     compared: int
     missed: tuple[str, ...] = ()
 
@@ -68,20 +65,17 @@ class Verification:
 
     def __str__(self) -> str:
         """A line on the whole, with what wasn't compared, and one for each difference."""
-        on, missed, count = words([f"'{mesh}'" for mesh in self.meshes]), words(self.missed), len(self.differences)
+        missed, count = words(self.missed), len(self.differences)
         if not count:
             same = f"the same but for {missed}," if missed else "the same function"
-            return f"{same} on {on}: {self.compared} outputs and gradients"
-        first = f"not the same function on {on}: {count} differences, the first to look at first"
+            return f"{same} on '{self.mesh}': {self.compared} outputs and gradients"
+        first = f"not the same function on '{self.mesh}': {count} differences, the first to look at first"
         lines = [first + (f" (not compared: {missed})" if missed else "")]
         lines += [f"  {difference}" for difference in self.differences[:SHOWN]]
         return "\n".join([*lines, *([f"  and {count - SHOWN} more"] if count > SHOWN else [])])
 
     def __repr__(self) -> str:
-        state = f"the same but for {words(self.missed)}" if self.missed else "ok"
-        if self.differences:
-            state = f"{len(self.differences)} differences, first: {self.differences[0]}"
-        return f"<Verification on {words(map(repr, self.meshes))}: {state}>"
+        return f"<Verification: {str(self).partition(chr(10))[0]}>"
 
 
 def verify(
@@ -111,11 +105,11 @@ def verify(
       that it calls is meant. Where it leaves no gradients, backward is run from the scalars that it returns; a program
       that isn't to be trained says so by `module.requires_grad_(False)`.
 
-    `mesh`: a mesh, or its declaration (`"dp=8 tp=4"`), by default the ambient one; nothing has to be running. Its
-    axes are shrunk to size 2, or 3 where 2 doesn't divide; axes of size 1 stay. Where more than 8 ranks would be
-    needed, several smaller meshes are used, which together have every two of the axes. One device runs the program on
-    a mesh whose axes have size one, or the `reference`: another function, or a module that stays plain, that computes
-    the right thing there with parameters of the same names. `rtol`, `atol`: how far numbers that aren't integers may
+    `mesh`: a small mesh, or its declaration (`"dp=2 tp=2"`), by default the ambient one, with a local process for each
+    rank, 8 at most; nothing has to be running. An axis of two ranks stands for a larger one. What is wrong over which
+    axis is best told where one alone is larger than 1. One device runs the program on a mesh whose axes have size one,
+    or the `reference`: another function, or a module that stays plain, that computes the right thing there with
+    parameters of the same names. `rtol`, `atol`: how far numbers that aren't integers may
     be apart, relative to the largest that isn't the very same, and at all. By default `rtol` follows from the dtype,
     float64 where the program allows it, and `atol` from the largest tensor of the same kind. `timeout`: seconds for
     one run, five minutes by default. Keywords are sizes for `specs`.
@@ -144,8 +138,8 @@ def verify(
     rank.
 
     >>> import axes
-    >>> axes.verify(torch.nn.Linear(4, 8), torch.ones(2, 4), mesh="dp=64 tp=8", specs={"*": "f@tp ..."})
-    <Verification on 'dp=2 tp=2': ok>
+    >>> axes.verify(torch.nn.Linear(4, 8), torch.ones(2, 4), mesh="dp=2 tp=2", specs={"*": "f@tp ..."})
+    <Verification: the same function on 'dp=2 tp=2': 3 outputs and gradients>
 
         def program(tokens, mesh):
             model = parallelize_module(Model(), mesh["tp"].device_mesh, plan)
@@ -156,7 +150,7 @@ def verify(
     _check(program, inputs, reference, specs, rtol, atol)
     if mesh is not None and not isinstance(mesh, Mesh | str):
         raise MeshError(f"mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found {shown(mesh)}")
-    wanted = Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.verify")
+    small = _checked_size(Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.verify"))
     of_specs = dict(written_sizes(keywords, sizes))
     if isinstance(program, torch.nn.Module):
         specs = {} if specs is None else specs
@@ -164,8 +158,17 @@ def verify(
         raise AxesError("specs= are for a module; a function shards what it makes by itself")
     elif of_specs:
         raise SizeError(f"sizes are for specs of a module; found {words(map(shown, of_specs))} beside a function")
-    job = Job(program, inputs, specs, rules, of_specs)
-    return _Check(wanted, job, reference, rtol, atol, PATIENCE if timeout is None else timeout).run()
+    limit = PATIENCE if timeout is None else timeout
+    job, one = _seen_on_one(Job(program, inputs, small, specs, rules, of_specs), reference, limit)
+    compared = len(one.outputs) + sum(gradient is not None for gradient in one.gradients.values())
+    if not compared:
+        raise AxesError(
+            "axes.verify has nothing to compare: the program returned no tensor and no number, and no parameter "
+            "got a gradient; return outputs (a tensor, or a tuple, list, dict or dataclass of tensors), or "
+            "(outputs, module)"
+        )
+    differences = judged(small, _launched(job, limit), one, rtol, atol)
+    return Verification(tuple(differences), small.declaration, compared, one.missed)
 
 
 def _check(
@@ -203,150 +206,47 @@ def _check(
             raise AxesError(f"{name} is a number that isn't negative, or None; found {shown(value)}")
 
 
-# --- meshes
-
-
-def shrunk(mesh: Mesh) -> list[dict[str, int]]:
-    """Small sizes of the axes: one set where it takes at most eight ranks, else sets that have each pair of axes.
-
-    >>> shrunk(Mesh("dp=64 tp=8 ep=1")), [list(each.values()) for each in shrunk(Mesh("a=2 b=2 c=2 d=2"))]
-    ([{'dp': 2, 'tp': 2, 'ep': 1}], [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2]])
-    """
-    small = {name: _small(size) for name, size in mesh.shape.items()}
-    if math.prod(small.values()) <= MOST_RANKS:
-        return [small]
-    large = [name for name, size in small.items() if size > 1]
-    sets = [chosen for chosen in subsets(large) if math.prod(small[name] for name in chosen) <= MOST_RANKS]
-    sets.sort(key=len, reverse=True)
-    pairs = {chosen: set(itertools.combinations_with_replacement(chosen, 2)) for chosen in sets}
-    missing, found = set().union(*pairs.values()), []
-    while missing:
-        best = max(sets, key=lambda chosen: len(missing & pairs[chosen]))
-        missing -= pairs[best]
-        found.append({name: size if name in best else 1 for name, size in small.items()})
-    return found
-
-
-def _small(size: int) -> int:
-    return 1 if size == 1 else next((prime for prime in (2, 3, 5, 7) if size % prime == 0), 2)
-
-
-def _declared(small: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={size}" for name, size in small.items())
-
-
-def _call(mesh: Mesh, small: Mapping[str, int]) -> tuple[str, ...]:
-    """The declaration of the mesh with small axes, and equations for its further names whose product is that of axes.
-
-    >>> _call(Mesh("dp=4 cp=4", "(dp cp) = edp=8 ep=2"), {"dp": 2, "cp": 2})
-    ('dp=2 cp=2', '(dp cp) = edp=2 ep=2')
-    """
-    written, rest = [_declared(small)], [name for name in mesh.namespace if name not in small]
-    while rest:
-        news = [rest[:count] for count in range(1, len(rest) + 1)]
-        new, old = next(((new, old) for new in news if (old := _factors(mesh, new))), (rest[:1], []))
-        if old:
-            written.append(f"({' '.join(old)}) = {_declared(_divided(math.prod(small[n] for n in old), mesh, new))}")
-        rest = rest[len(new) :]
-    return tuple(written)
-
-
-def _factors(mesh: Mesh, names: Sequence[str]) -> list[str]:
-    """The axes whose product is that of some names; none where it cuts an axis, or there is none."""
-    try:
-        return mesh.factored(Layout.product(*map(mesh.layout, names))) or []
-    except MeshError:  # the names share ranks
-        return []
-
-
-def _divided(total: int, mesh: Mesh, names: Sequence[str]) -> dict[str, int]:
-    """Small sizes of names that split axes of a small size; the first that isn't of size 1 takes what is left."""
-    found = dict.fromkeys(names, 1)
-    for name in reversed(names):
-        found[name] = math.gcd(_small(mesh.names[name]), total)
-        total //= found[name]
-    found[next((name for name in names if mesh.names[name] > 1), names[0])] *= total
-    return found
-
-
 # --- the check
 
 
-@dataclass
-class _Check:
-    mesh: Mesh
-    job: Job
-    reference: Callable[..., Any] | None
-    rtol: float | None
-    atol: float | None
-    timeout: float
-
-    def run(self) -> Verification:
-        one, sets = self._one(), shrunk(self.mesh)
-        compared = len(one.outputs) + sum(gradient is not None for gradient in one.gradients.values())
-        if not compared:
-            raise AxesError(
-                "axes.verify has nothing to compare: the program returned no tensor and no number, and no parameter "
-                "got a gradient; return outputs (a tensor, or a tuple, list, dict or dataclass of tensors), or "
-                "(outputs, module)"
-            )
-        differences: dict[tuple[str, str], Mismatch] = {}
-        for small in sets:
-            for each in self._on(small, one):
-                differences.setdefault((each.name, each.what), each)
-        return Verification(tuple(differences.values()), tuple(map(_declared, sets)), compared, one.missed)
-
-    def _launched(self, job: Job, small: Mapping[str, int]) -> list[Observed]:
-        run = functools.partial(observe, replace(job, mesh=_call(self.mesh, small)))
-        run.__qualname__ = "the program of axes.verify"  # type: ignore[attr-defined] # as errors of launch name it
-        return launch(run, math.prod(small.values()), timeout=self.timeout)
-
-    def _one(self) -> Observed:
-        """The run on axes of size one, in double precision where the program takes it. What works is remembered."""
-        for double in (True, False):
-            self.job = job = replace(self.job, double=double)
-            if self.reference is not None:
-                job = replace(job, program=self.reference, specs=None)
-            try:
-                return self._launched(job, dict.fromkeys(self.mesh.shape, 1))[0]
-            except RuntimeError as error:
-                if not double or "type" not in str(error):
-                    raise
-        raise AssertionError
-
-    def _on(self, small: Mapping[str, int], one: Observed) -> list[Mismatch]:
-        """What differs on a small mesh.
-
-        Where axes aren't known, those of a difference are the ones of which it is gone where they have size one.
-        """
-        found, large = self._judged(small, one), [name for name, size in small.items() if size > 1]
-        left = dict.fromkeys(large, found if len(large) > 1 else [])  # without its one axis everything is right
-        if len(large) > 1 and any(
-            not each.axes and each.kind != "shape" for each in found if each.what == found[0].what
-        ):
-            for axis in large:
-                try:
-                    left[axis] = self._judged({**small, axis: 1}, one)
-                except Exception:  # a program that can't do without the axis: nothing is known of it then
-                    continue
-        return [_over(each, [axis for axis in large if not _is_among(each, left[axis])], small) for each in found]
-
-    def _judged(self, small: Mapping[str, int], one: Observed) -> list[Mismatch]:
-        return judged(Mesh(_declared(small)), self._launched(self.job, small), one, self.rtol, self.atol)
+def _checked_size(mesh: Mesh) -> Mesh:
+    """The mesh to run on: one of few ranks, the first ones."""
+    if mesh.universe.ranks == range(mesh.size) and mesh.size <= MOST_RANKS:
+        return mesh
+    small = " ".join(f"{name}={2 if at < 3 else 1}" for at, name in enumerate(mesh.axis_names))
+    raise MeshError(
+        f"axes.verify starts a local process for each rank, at most {MOST_RANKS}; found {mesh!r}: pass a small "
+        f"mesh with the same names, whose ranks are 0, 1, ..., like mesh='{small}'"
+    )
 
 
-def _is_among(each: Mismatch, others: Sequence[Mismatch]) -> bool:
-    """Whether a difference is there still, and no other multiple of the right tensor."""
-    still = [other for other in others if (other.name, other.what) == (each.name, each.what)]
-    return bool(still) and (each.factor is None or math.isclose(still[0].factor or 0.0, each.factor, rel_tol=1e-6))
+def _of_one(mesh: Mesh) -> Mesh:
+    """The mesh with all names, each of size one.
+
+    >>> _of_one(Mesh("dp=2 tp=2", "all = dp tp")).names
+    {'dp': 1, 'tp': 1, 'all': 1}
+    """
+    first, further = mesh.axis_names[0], [name for name in mesh.names if name not in mesh.axis_names]
+    return Mesh(" ".join(f"{name}=1" for name in mesh.axis_names), *(f"{name} = {first}" for name in further))
 
 
-def _over(difference: Mismatch, gone: Sequence[str], small: Mapping[str, int]) -> Mismatch:
-    """The difference with its axes, where these aren't known: those without which it is gone."""
-    if difference.axes or not gone or difference.kind == "shape":
-        return difference
-    product, factor = math.prod(small[axis] for axis in gone), difference.factor or 0.0
-    if math.isclose(factor, product, rel_tol=1e-6) or math.isclose(factor * product, 1, rel_tol=1e-6):
-        return replace(difference, axes=tuple(gone))
-    text = f"{difference.text}; right where {words(gone)} has size 1"
-    return replace(difference, text=text, axes=() if difference.factor else tuple(gone))
+def _seen_on_one(job: Job, reference: Callable[..., Any] | None, limit: float) -> tuple[Job, Observed]:
+    """What one device sees, in double precision where the program takes it, and the job in the precision that works."""
+    for double in (True, False):
+        job = replace(job, double=double)
+        alone = replace(job, mesh=_of_one(job.mesh))
+        if reference is not None:
+            alone = replace(alone, program=reference, specs=None)
+        try:
+            return job, _launched(alone, limit)[0]
+        except RuntimeError as error:
+            if not double or "type" not in str(error):
+                raise
+    raise AssertionError
+
+
+def _launched(job: Job, limit: float) -> list[Observed]:
+    """What each rank of the job's mesh sees."""
+    run = functools.partial(observe, job)
+    run.__qualname__ = "the program of axes.verify"  # type: ignore[attr-defined] # as errors of launch name it
+    return launch(run, job.mesh.size, timeout=limit)

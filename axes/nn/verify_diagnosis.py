@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
 
 import torch
@@ -272,7 +271,7 @@ def diagnosed(
     for over, _, x, y in pairs:
         factor = _telling(factor_between(x, y, tolerance, ratios), y, tolerance, ratios)
         if factor is not None and not over:
-            return Mismatch("factor", times_text(factor), (), factor)
+            return Mismatch("factor", times_text(factor), _only_axis(held, factor), factor)
         if factor is not None:
             is_mean = math.isclose(factor, math.prod(held.mesh.shape[axis] for axis in over))
             text = " (its mean is right)" if is_mean else f", and its sum is {times_text(factor)}"
@@ -284,7 +283,7 @@ def diagnosed(
                 times = 1 + round(factor_between(x - y, own, tolerance) or 0)
                 if times != 1 and tolerance.close(x, y + (times - 1) * own):
                     text = f"right but that {name} is added {times} times" if times else f"without {name}"
-                    return Mismatch("summed" if over else "added", text, over, times)
+                    return Mismatch("summed" if over else "added", text, over or _only_axis(held, times), times)
     if not pairs:
         shapes = sorted({tuple(p.local.shape) if p.shape is None else p.shape for p in held.pieces.values()})
         text = f"of shape {words(str(list(shape)) for shape in shapes)} where it should be {list(whole.shape)}"
@@ -314,6 +313,12 @@ def _pairs(
                 found = held.vectors(layout, whole, over)
                 if found is not None:
                     yield over, layout, *found
+
+
+def _only_axis(held: Parts, factor: float) -> tuple[str, ...]:
+    """The axis over which a tensor is a multiple of the right one: its size says so where there is one alone."""
+    sizes = [held.mesh.shape[axis] for axis in held.axes]
+    return held.axes if len(sizes) == 1 and factor in (sizes[0], 1 / sizes[0]) else ()
 
 
 def factor_between(
@@ -358,12 +363,11 @@ def _ratios(sizes: Sequence[int]) -> list[float]:
 
 
 def times_text(factor: float) -> str:
-    """`2 times too large`, `2 times too small`; `15/16 of the right one` for what is no whole number."""
+    """`2 times too large`, `2 times too small`; `0.9375 times the right one` for what is no whole number."""
     for times, how in ((factor, "large"), (1 / factor, "small")):
         if times > 1.5 and abs(times / round(times) - 1) < 1e-6:
             return f"{round(times)} times too {how}"
-    near = Fraction(factor).limit_denominator(512)
-    return f"{near if abs(float(near) / factor - 1) < 1e-6 else f'{factor:.6g}'} of the right one"
+    return f"{factor:.6g} times the right one"
 
 
 def words(names: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """One rank's part of `axes.verify`: run a program, and note what came of it.
 
-    seen = observe(Job(program, (tokens,), mesh=("dp=2 tp=2",)))
+    seen = observe(Job(program, (tokens,), Mesh("dp=2 tp=2")))
     seen.outputs, seen.gradients, seen.modules          # tensors as this rank has them
 
 The program is watched from outside: by hooks that torch calls around every module, and by the gradients that its
@@ -36,7 +36,7 @@ from axes.ops.module_regions import region_call
 from axes.runtime import torch_private
 from axes.runtime.groups import destroy_process_groups
 from axes.runtime.sharded import shard, sharding_of
-from axes.runtime.world import init_mesh
+from axes.runtime.world import bound_to_job, init_mesh
 
 _HOOKS = 1_000_000
 """A module that comes from another process has hooks under that one's numbers, which new hooks mustn't get here."""
@@ -49,16 +49,16 @@ SEED = 1234
 class Job:
     """What a rank runs.
 
-    program: a function or a module. specs, rules, sizes: what `shard_module` is told; a module whose specs are None
-    stays plain. mesh: the declaration and equations of `init_mesh`. double: in double precision.
+    program: a function or a module. mesh: of the ranks 0, 1, ... specs, rules, sizes: what `shard_module` is told; a
+    module whose specs are None stays plain. double: in double precision.
     """
 
     program: Any
     inputs: tuple[Any, ...]
+    mesh: Mesh
     specs: Mapping[str, str] | None = None
     rules: Rules | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
-    mesh: tuple[str, ...] = ()
     double: bool = True
 
 
@@ -88,7 +88,7 @@ def observe(job: Job) -> Observed:
     RemovableHandle.next_id += _HOOKS
     if job.double:
         torch.set_default_dtype(torch.float64)
-    with init_mesh(*job.mesh, device_type="cpu") as mesh:
+    with init_mesh("ranks", device_type="cpu"), bound_to_job(job.mesh, "cpu") as mesh:
         seen = _run(job, mesh)
     destroy_process_groups()
     return seen

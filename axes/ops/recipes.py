@@ -221,15 +221,6 @@ def _merging(made: BoundRecipe) -> Stage | None:
 # --- local computation
 
 
-def computed_shapes(made: BoundRecipe) -> tuple[Shape, ...]:
-    """The shapes that `local_computation` takes on this rank."""
-    found = made.recipe
-    return tuple(
-        i.tensor.local_shape(found.whole(i.groups)) if as_is else made.local(i.atoms, i.computed)
-        for i, as_is in zip(found.inputs, _unmoved_operands(found), strict=True)
-    )
-
-
 def _unmoved_operands(found: Recipe) -> list[bool]:
     """For each operand, whether it reaches the local computation unmoved."""
     return [unmoved(i.elementary, i.computed, found.shape_of(i.atoms)) for i in found.inputs]

@@ -31,7 +31,7 @@ from axes.runtime.border import counted_as_same
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.shards import LocalPart, placements_of
 from axes.runtime.symbols import hints, spec_at, varying
-from axes.runtime.torch_placements import sharding_of_spec, torch_placements
+from axes.runtime.torch_placements import sharding_of_spec
 
 Axes = tuple[Layout, ...]
 Placements = tuple[Placement, ...]
@@ -170,13 +170,6 @@ def region_of(text: str, mesh: Mesh | None, given: bool, specs: tuple[Held, ...]
     found = _made(text, mesh, given, ends, alone)
     own = [each.mesh for each, (sharding, *_) in zip(specs, ends, strict=True) if sharding.mesh == found.tensor_mesh]
     return replace(found, device_mesh=own[0] if own else found.tensor_mesh.device_mesh)
-
-
-def region_of_shardings(expression: str, mesh: Mesh, shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> Region:
-    """The region of tensors that lie so, without a running job: nothing can run in it."""
-    ends = list(zip(shardings, shapes, map(torch_placements, shardings), strict=True))
-    with about(expression):
-        return _made(expression, mesh, True, ends, False)
 
 
 def _made(

@@ -38,7 +38,6 @@ never by its version number.
 | `backward_pass` | `_current_graph_task_id` | a question of the autograd engine |
 | `copy_all`, `norms_of` | `_foreach_copy_`, `_foreach_norm` | names for them |
 | `mapped`, `children_of`, `take_apart`, `put_together` | `torch.utils._pytree` | `torch.utils.pytree` |
-| `is_view` | `OpOverload._schema` | a question of `OpOverload` |
 | `transforms_are_on` | `forward_ad._current_level`, `_are_functorch_transforms_active` | none |
 | `is_batch` | `torch._C._functorch` | none |
 | `autocast_may_be_on` | `_is_any_autocast_enabled` | `torch.is_autocast_enabled()` for any device |
@@ -667,12 +666,6 @@ def children_of(tree: object) -> list[Any] | None:
     if pytree.tree_is_leaf(tree):
         return None
     return pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[0]
-
-
-def is_view(func: Any) -> bool:
-    """Whether an ATen operation gives a view of what it takes."""
-    unsafe = func is torch.ops.aten._unsafe_view.default  # a view of what nobody else has
-    return unsafe or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 backward_pass = torch._C._current_graph_task_id

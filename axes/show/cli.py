@@ -18,6 +18,7 @@ Only `explain` needs torch.
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import json
 import os
@@ -28,24 +29,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from axes.algebra.errors import AxesError, SizeError
+from axes.algebra.explanation import SCHEMA
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import bytes_text, plan
+from axes.algebra.plan import plan
 from axes.show import timeline
 from axes.show.named_sizes import shape_of_names
 from axes.show.rank_text import short_ranks
 from axes.show.show import drawn
-from axes.show.transfer_sheet import explained_transfer
+from axes.show.transfer_sheet import explained_transfer, seen_transfer
 from axes.transfers.transfers import Like, transfer
 
-SCHEMA = 1
-"""The version of what `--json` prints: a field may be added to it, and none changes."""
-
 _WIDTH = 80
-_GROUPS = 16
-"""Groups of an axis that are listed, unless asked for all."""
-
-_CHANGES = 40
-"""Lines of a difference that are shown."""
 
 
 class Answer(NamedTuple):
@@ -73,12 +67,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--world": {"type": int, "help": "how many ranks there are; a size that is * follows"},
     "--rank": {"type": int, "action": "append", "help": "the rank to look from; of a model there may be several"},
     "--axis": {"action": "append", "metavar": "NAME", "help": "of this name alone; may be given several times"},
-    "--all": {"action": "store_true", "help": f"list all groups of an axis, not only {_GROUPS}"},
     "--dtype": {"default": "float32", "help": "the dtype of the tensors"},
     "--to-dtype": {"metavar": "DTYPE", "help": "what it becomes before it is sent"},
     "--bucket-mb": {"type": float, "default": 64, "help": "MiB of the buffers of a bucket"},
     "--op": {"default": "sum", "help": "by what a reduction reduces: sum, mean, max, min, prod, any, all"},
-    "--kind": {"help": "reshard or shard_map, where the expression is meant as one"},
     "--check": {"metavar": "FILE", "help": "explain the model of FILE again; end with 1 where FILE says otherwise"},
     "--chrome": {"metavar": "FILE", "help": "write a trace for Perfetto or chrome://tracing"},
     "--svg": {"metavar": "FILE", "help": "write a picture"},
@@ -97,7 +89,7 @@ def main(program: str, words: Sequence[str]) -> None:
             if path := getattr(given, kind, None):
                 Path(path).write_text(getattr(drawn(answer.pictured), kind)(), encoding="utf-8")
         told = {"schema": SCHEMA, "command": given.verb, **answer.facts}
-        _print(json.dumps(told, indent=2) if given.json else answer.text)
+        print(json.dumps(told, indent=2) if given.json else answer.text, flush=True)
         wrong = answer.wrong
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
@@ -121,39 +113,29 @@ def _parsed(program: str, words: Sequence[str]) -> argparse.Namespace:
         one = verbs.add_parser(name, help=about.split("\n")[0], description=about, formatter_class=kept)
         for each in (*takes.split(), "--json"):
             one.add_argument(each, **_OPTIONS[each])
-        one.set_defaults(run=run, verb=name)
+        one.set_defaults(run=run, verb=name, words=words[1:])
     known = verbs.choices.get(words[0]) if words else None
     # Sizes may stand among the options, which argparse's own way to a verb doesn't allow.
     return known.parse_intermixed_args(words[1:]) if known else parser.parse_args(words)
-
-
-def _print(text: str) -> None:
-    """Prints text, in ASCII where the stream can't take more; where nobody reads on, here is where that is found."""
-    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 # --- verbs
 
 
 def _of_mesh(given: argparse.Namespace) -> Answer:
-    """The axes and names of a mesh, and the groups of a rank.
+    """The axes and names of a mesh, and where a rank is.
 
     Example: python -m axes mesh "pp=2 dp=* tp=8" "fsdp = pp dp" --world 64
     """
     mesh = _mesh("; ".join((given.declaration, *given.equations)), given)
     axes = {name: mesh.axis(name) for name in mesh.names}
-    where = ", ".join(f"{name} {index}" for name, index in (mesh.coordinate or {}).items())
-    lines = [str(mesh), "", f"rank {mesh.rank} is at {where}; it communicates along"]
-    width = max(map(len, axes))
-    lines += [f"  {name:<{width}}  with {short_ranks(axis.ranks, _WIDTH - width - 9)}" for name, axis in axes.items()]
     names = {
         name: {"size": axis.size, "is": mesh.described(name), "axis": name in mesh.axis_names, "index": axis.index}
         | {"stride": axis.stride, "group": [*axis.ranks]}
         for name, axis in axes.items()
     }
     about = {"declaration": mesh.declaration, "ranks": mesh.size, "rank": mesh.rank, "coordinate": mesh.coordinate}
-    return Answer("\n".join(lines), {**about, "names": names}, mesh)
+    return Answer(str(mesh), {**about, "names": names}, mesh)
 
 
 def _of_groups(given: argparse.Namespace) -> Answer:
@@ -170,18 +152,15 @@ def _of_groups(given: argparse.Namespace) -> Answer:
         facts[name] = {"size": axis.size, "count": count, "groups": [[*ranks] for ranks in groups]}
         if axis.size == 1:
             lines.append(f"{name}: size 1, no rank communicates")
-            continue
-        lines.append(f"{name}{meaning}: {count} group{'s' * (count != 1)} of {axis.size} ranks")
-        rows = [f"  {short_ranks(ranks, _WIDTH - 2)}" for ranks in groups]
-        if len(rows) > _GROUPS and not given.all:
-            rows[_GROUPS - 1 : -1] = [f"  ... {len(rows) - _GROUPS} more; --all lists them"]
-        lines += rows
+        else:
+            lines.append(f"{name}{meaning}: {count} group{'s' * (count != 1)} of {axis.size} ranks")
+            lines += [f"  {short_ranks(ranks, _WIDTH - 2)}" for ranks in groups]
     rank = mesh.rank if given.rank else None
     return Answer("\n".join(lines), {"mesh": mesh.declaration, "rank": rank, "axes": facts})
 
 
 def _of_explain(given: argparse.Namespace) -> Answer:
-    """What an expression computes and sends; how a model lies, and what it sends.
+    """What an expression holds and sends; how a model lies, and what it sends.
 
     A model is a function that takes the mesh, or nothing, and returns
     (module, inputs...) or (module, step). It runs in a simulated world, without
@@ -198,35 +177,31 @@ def _of_explain(given: argparse.Namespace) -> Answer:
             raise AxesError("--check FILE takes the model, the mesh and the ranks from FILE; give it alone")
         kept = Path(given.check).read_text(encoding="utf-8", errors="replace")
         again = _parsed("python -m axes", ["explain", *lock.command_of_file(kept, given.check)])
-        found = again.run(again)
-        return _compared(given.check, kept, found, lock.changed_lines(kept, found.text))
+        return _compared(given.check, kept, again.run(again))
     if not given.subject:
         raise AxesError("explain takes an expression, 'b s@tp -> b s', a model, train.py:build, or --check FILE")
     mesh = _mesh(given.mesh, given)
     if "->" in given.subject:
-        about = {"dtype": given.dtype, "op": given.op, "kind": given.kind, "sizes": _sizes(given.sizes)}
-        explained = explain.explain(given.subject, mesh=mesh, **about)
+        explained = explain.explain(given.subject, mesh=mesh, dtype=given.dtype, op=given.op, sizes=_sizes(given.sizes))
         return Answer(str(explained), explained.json(), explained)
     parts = lock.lines_of_model(given.subject, mesh, given.rank or [0])
-    options = [("--world", given.world), *(("--rank", rank) for rank in given.rank or ())]
-    words = [given.subject, "--mesh", given.mesh, *(str(w) for pair in options if pair[1] is not None for w in pair)]
     ranks = [{"rank": rank, "lines": [[*line] for line in lines]} for rank, lines in parts.items()]
     facts = {"kind": "model", "model": given.subject, "mesh": mesh.declaration, "ranks": ranks}
-    return Answer(lock.text_of_model(words, parts), facts)
+    return Answer(lock.text_of_model(given.words, parts), facts)
 
 
-def _compared(file: str, kept: str, found: Answer, changes: Sequence[str]) -> Answer:
-    """What has changed since a text was written to a file."""
-    facts = {**found.facts, "file": file, "same": not changes, "changes": changes}
+def _compared(file: str, kept: str, found: Answer) -> Answer:
+    """What has changed since a text was written to a file, as a unified diff."""
+    pair = kept.rstrip().splitlines(), found.text.splitlines()
+    changes = [*difflib.unified_diff(*pair, file, "now", n=0, lineterm="")]
+    facts, model = {**found.facts, "file": file, "same": not changes, "changes": changes}, found.facts["model"]
     if not changes:
-        return Answer(f"{file}: {facts['model']} is as it says", facts)
-    more = len(changes) - _CHANGES
-    rest = [f"... {more} more lines"] if more > 0 else []
+        return Answer(f"{file}: {model} is as it says", facts)
     wrong = (
-        f"{len(changes)} lines of {file} aren't what {facts['model']} does now; if that is meant, write it anew and "
-        f"commit it: {kept.splitlines()[0].removeprefix('# ')} > {file}"
+        f"{file} isn't what {model} does now; if that is meant, write it anew and commit it: "
+        f"{pair[0][0].removeprefix('# ')} > {file}"
     )
-    return Answer("\n".join((*changes[:_CHANGES], *rest)), facts, None, wrong)
+    return Answer("\n".join(changes), facts, None, wrong)
 
 
 def _of_plan(given: argparse.Namespace) -> Answer:
@@ -237,9 +212,6 @@ def _of_plan(given: argparse.Namespace) -> Answer:
     mesh, sizes = _mesh(given.mesh, given), _sizes(given.sizes)
     shape = shape_of_names(given.source, sizes)
     made = plan(given.source, given.target, shape, mesh=mesh, dtype=given.dtype, sizes=sizes)
-    labels = [(f"  {s.kind} on rank {mesh.rank}: with ", s.ranks) for s in made.steps if s.group_size > 1]
-    lines = [str(made), *(label + short_ranks(ranks, _WIDTH - len(label)) for label, ranks in labels)]
-    lines.append(f"  modelled: {made.cost:.3g} us; at most {bytes_text(made.peak_bytes)} held at once")
     facts = {
         "mesh": mesh.declaration,
         "rank": mesh.rank,
@@ -256,7 +228,7 @@ def _of_plan(given: argparse.Namespace) -> Answer:
             for step in made.steps
         ],
     }
-    return Answer("\n".join(lines), facts, made)
+    return Answer(str(made), facts, made)
 
 
 def _of_transfer(given: argparse.Namespace) -> Answer:
@@ -273,10 +245,7 @@ def _of_transfer(given: argparse.Namespace) -> Answer:
     named = {name: size for name, size in sizes.items() if re.search(rf"\b{name}\b", given.source + given.target)}
     how = {"dtype": given.to_dtype, "bucket_mb": given.bucket_mb, "sizes": named}
     move = transfer({"x": given.source}, {"x": given.target}, there, here, {"x": like}, **how)
-    for rank in given.rank or ():
-        if rank not in move.ranks:
-            raise SizeError(f"the transfer has ranks {short_ranks(move.ranks)}; there is no rank {rank}")
-        move = move.at(rank)
+    move = seen_transfer(move, (given.rank or [None])[-1])
     found = explained_transfer(move)
     return Answer(str(found), found.json(), move)
 
@@ -295,8 +264,8 @@ def _of_trace(given: argparse.Namespace) -> Answer:
 
 _VERBS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str]] = {
     "mesh": (_of_mesh, "declaration equations --world --rank --svg --html"),
-    "groups": (_of_groups, "--mesh --world --rank --axis --all"),
-    "explain": (_of_explain, "subject sizes --mesh --world --rank --dtype --op --kind --check --svg --html"),
+    "groups": (_of_groups, "--mesh --world --rank --axis"),
+    "explain": (_of_explain, "subject sizes --mesh --world --rank --dtype --op --check --svg --html"),
     "plan": (_of_plan, "source target sizes --mesh --world --rank --dtype --svg --html"),
     "transfer": (
         _of_transfer,
@@ -314,14 +283,9 @@ def _mesh(text: str | None, given: argparse.Namespace | None = None, first: int 
     """The mesh of `dp=* tp=8; fsdp = dp tp`, from rank `first` on, in the world and from the rank that are given."""
     if text is None:
         raise AxesError('--mesh is missing: its axes, slowest first, like --mesh "dp=4 tp=2"')
-    declaration, *equations = (part.strip() for part in text.split(";"))
+    # In a declaration an axis whose size follows from the world has none.
+    names = list(filter(None, map(str.strip, re.sub(r"=\s*\*", "", text).split(";"))))
     world, ranks = getattr(given, "world", None), getattr(given, "rank", None) or []
-    open_one = re.search(r"(\w+)\s*=\s*\*", declaration)
-    if open_one and world is None:
-        advice = "write it, as in dp=2" if given is None else "add --world N"
-        raise SizeError(f"how large '{open_one[1]}' is follows from the number of ranks: {advice}")
-    # In a declaration an axis whose size follows has none.
-    names = (re.sub(r"=\s*\*", "", declaration), *filter(None, equations))
     found = Mesh(*names, ranks=None if world is None else range(world))
     if first:
         found = Mesh(*names, ranks=range(first, first + found.size))
@@ -333,10 +297,7 @@ def _mesh(text: str | None, given: argparse.Namespace | None = None, first: int 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
     """`b=8 s=2048` as numbers; `SizeError` for anything else."""
-    found: dict[str, int] = {}
-    for text in texts:
-        given = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", text)
-        if given is None:
-            raise SizeError(f"a size is written as NAME=NUMBER, like b=8; found {text!r}")
-        found[given[1]] = int(given[2])
-    return found
+    found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", text) for text in texts]
+    if None in found:
+        raise SizeError(f"a size is written as NAME=NUMBER, like b=8; found {texts[found.index(None)]!r}")
+    return {size[1]: int(size[2]) for size in found if size}

@@ -5,10 +5,10 @@ print(axes.explain("b s@tp d -> b s d@tp", (8, 2048, 4096), mesh="dp=4 tp=2"))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from axes.algebra.errors import AxesError, SizeError, shown
+from axes.algebra.errors import AxesError, shown
 from axes.algebra.explanation import Explanation
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.opaque import Dtype
@@ -27,18 +27,16 @@ def explain(
     mesh: Mesh | str | None = None,
     dtype: str | Dtype = "float32",
     op: str = "sum",
-    kind: str | None = None,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Explanation:
     """What an expression does on a mesh, every collective of a step of a module or function, or what a transfer moves.
 
-    **An expression**, `explain("b s@tp d -> b s d", (8, 64, 32), mesh="tp=4")`: how it is read, its sizes, the shards
-    on each rank, what torch computes on them, what is sent forward and backward with bytes and estimated time, and
-    which groups that takes. `inputs` are the whole shapes of its operands; without them, keywords are the sizes of all
-    names. The left side is how the operands lie. An expression of one operand is a rearrangement, a reduction by `op`
-    or a repetition, one of several an einsum; `kind="shard_map"` reads it as a region instead, and `kind="reshard"`
-    names a rearrangement so. `dtype` is that of the tensors. No process is needed.
+    **An expression**, `explain("b s@tp d -> b s d", (8, 64, 32), mesh="tp=4")`: how it is read, its sizes, this rank's
+    shards, and what is sent forward and backward with bytes and estimated time. `inputs` are the whole shapes of its
+    operands; without them, keywords are the sizes of all names. The left side is how the operands lie. An expression of
+    one operand is a rearrangement, a reduction by `op` or a repetition, one of several an einsum. `dtype` is that of
+    the tensors. No process is needed. A region is explained as a step, with its function.
 
     **A step**, `explain(step, x, y)`: `step(x, y)` runs, and then the backward pass from what it returns, where that
     needs gradients. Of each collective it is told who asked for it (axes, the program, or torch unasked, as DTensor
@@ -66,18 +64,14 @@ def explain(
       sizes    b=8 s=64 d=32
       mesh     dp=2 tp=4, seen from rank 0
     shards
-      operand  [8, 16, 32] on every rank, at most 16.0 KiB
-      result   [8, 64, 32] on every rank, at most 64.0 KiB
-    local work
-      nothing: views alone
+      operand  [8, 16, 32]  at most 16.0 KiB on a rank
+      result   [8, 64, 32]  at most 64.0 KiB on a rank
     communication
-      all_gather  tp  4 ranks  48.0 KiB in, 48.0 KiB out  20 us  result
+      all_gather  tp  48.0 KiB  20 us  result
     backward, of DTensors: the result's gradient lies as the result
-      slice      no communication    gradient
+      nothing is sent
     backward, of plain shards: the sum of all ranks' losses
-      reduce_scatter  tp  4 ranks  48.0 KiB in, 48.0 KiB out  20 us  gradient
-    groups, by the one that this rank is in
-      tp  4 ranks  ranks 0..3; new
+      reduce_scatter  tp  48.0 KiB  20 us  gradient
     >>> def step():
     ...     x = axes.ones("b@tp d", b=8, d=4).requires_grad_()
     ...     return axes.einsum(x, "b@tp d -> d").sum()
@@ -87,8 +81,7 @@ def explain(
     given = dict(written_sizes(keywords, sizes))
     if isinstance(what, str):
         where = Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.explain")
-        _check_shapes(what, inputs)
-        return explained_operation(what, inputs, where, dtype_name(dtype), op, kind, given)
+        return explained_operation(what, inputs, where, dtype_name(dtype), op, given)
     if not callable(what):
         raise AxesError(
             f"axes.explain takes the text of an expression, a module, a function or a transfer; found {shown(what)}"
@@ -97,18 +90,9 @@ def explain(
         if mesh is not None or given:
             raise AxesError("a transfer has its meshes and sizes; axes.explain takes nothing else with it")
         return explained_transfer(seen_transfer(what))
-    if given or not isinstance(dtype, str) or (dtype, op, kind) != ("float32", "sum", None):
+    if given or not isinstance(dtype, str) or (dtype, op) != ("float32", "sum"):
         raise AxesError(
-            "sizes, dtype, op and kind are of expressions; pass keywords of a step in a function: "
+            "sizes, dtype and op are of expressions; pass keywords of a step in a function: "
             "axes.explain(lambda x: model(x, cache=None), x)"
         )
     return explained_step(what, inputs, mesh)
-
-
-def _check_shapes(text: str, shapes: tuple[Any, ...]) -> None:
-    for shape in shapes:
-        if not isinstance(shape, Sequence) or isinstance(shape, str):
-            raise SizeError(
-                f"with an expression, axes.explain takes whole shapes, like axes.explain({text!r}, (8, 64)); found "
-                f"{shown(shape)}"
-            )

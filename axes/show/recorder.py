@@ -1,8 +1,6 @@
 """Every collective of a step, as it is issued: by whom, for which line and module, over which axes, how much.
 
-    with StepRecorder(mesh) as recorder:
-        model(x).sum().backward()
-    recorder.collectives
+    explained_step(lambda: model(x).sum().backward(), (), mesh).facts["collectives"]
 
 What is seen is what torch hands to a process group, whoever asks: axes, DTensor, FSDP2 or the program itself. In a
 simulated world nothing moves, so one process shows the step of any rank of any number. In a backward pass a
@@ -16,7 +14,6 @@ import bisect
 import contextlib
 import functools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -24,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from axes.algebra.cost import CostModel, members_of_node
 from axes.algebra.errors import AxesError
@@ -40,26 +37,25 @@ from axes.runtime.simulate import simulate
 from axes.runtime.watching import is_users, line_of_code
 from axes.runtime.world import bound_to_job
 from axes.show.rank_text import time_text
+from axes.show.sent import sent_section
 
 # --- what is recorded
 
 
 class _Spot(NamedTuple):
-    """Where the program is: the module, the line, the expressions that run."""
+    """Where the program is: the path of the module, the line, the expressions that run."""
 
-    module: str
-    place: str
-    parts: tuple[str, ...]
-
-
-_NOWHERE = _Spot("", "", ())
+    module: str = ""
+    place: str = ""
+    parts: tuple[str, ...] = ()
 
 
 class StepRecorder(torch_private.DispatchMode):
     """Notes the collectives of this process while it is open, each as the data that `Explanation.json` has of it.
 
-    `mesh` is what their groups are named by. `exact`: whether their bytes are those of a real job. In a simulated world
-    an exchange whose sizes other ranks tell is as if each of them told what this one does.
+    It is told of modules that are entered and left, and of operations. `mesh` is what groups are named by. `exact`:
+    whether bytes are those of a real job. In a simulated world an exchange whose sizes other ranks tell is as if each
+    of them told what this one does.
     """
 
     def __init__(self, mesh: Mesh | None = None) -> None:
@@ -70,27 +66,15 @@ class StepRecorder(torch_private.DispatchMode):
         self._modules: list[torch.nn.Module] = []
         self._roots: list[torch.nn.Module] = []
         self._paths: dict[int, str] = {}
-        self._calls: dict[int, str] = {}
-        # From the node of a number on the program was there; whether the line is that of the node itself.
-        self._spots: list[tuple[int, bool, _Spot]] = []
+        # Where the program was when it made a node of autograd, by the node's number, in order.
+        self._spots: dict[int, _Spot] = {-1: _Spot()}
         self._running = -1
         self._operation = self._said = ""
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> StepRecorder:
-        hooks = torch.nn.modules.module
-        self._stack.callback(hooks.register_module_forward_pre_hook(self._entered).remove)
-        self._stack.callback(hooks.register_module_forward_hook(self._left, always_call=True).remove)
-        self._stack.enter_context(listen(self._hear))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *ended: Any) -> None:
-        super().__exit__(*ended)
-        self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note(torch_private.next_node_number() - 1, exact=True)
+        made = torch_private.next_node_number() - 1
+        if made > next(reversed(self._spots)):
+            self._spots[made] = _Spot(self._module(), *where())
         if (number := torch_private.running_node_number()) is not None:
             self._running = number
         if any(issubclass(kind, DTensor) for kind in types):
@@ -102,38 +86,27 @@ class StepRecorder(torch_private.DispatchMode):
             self._record(_read(kind, func, args, kwargs or {}, out))
         return out
 
-    def _hear(self, operation: Operation) -> None:
+    def hear(self, operation: Operation) -> None:
+        """Axes is about to communicate."""
         self._said = operation.what
 
     # where the program is
 
-    def _entered(self, module: torch.nn.Module, _: Any) -> None:
+    def entered(self, module: torch.nn.Module, _: Any) -> None:
+        """The forward pass of a module begins."""
         if id(module) not in self._paths:
             self._roots.append(module)  # an id is of this module as long as it lives
             for name, each in module.named_modules():
                 self._paths.setdefault(id(each), ".".join(filter(None, (_name_of(module), name))))
-        self._calls[id(module)] = where()[0]
         self._modules.append(module)
-        self._changed()
 
-    def _left(self, module: torch.nn.Module, *_: Any) -> None:
+    def left(self, module: torch.nn.Module, *_: Any) -> None:
+        """The forward pass of a module ends."""
         if self._modules and self._modules[-1] is module:
             self._modules.pop()
-        self._changed()
 
-    def _changed(self) -> None:
-        """Nodes from now on are of another place."""
-        self._note(torch_private.next_node_number(), exact=False)
-
-    def _note(self, number: int, exact: bool) -> None:
-        """From the node of this number on the program is where it is now; `exact`: unless that is known."""
-        latest, known, _ = self._spots[-1] if self._spots else (-1, True, _NOWHERE)
-        if exact and (number < latest or (number == latest and known)):
-            return
-        if self._spots and number == latest:
-            self._spots.pop()
-        module = self._paths[id(self._modules[-1])] if self._modules else ""
-        self._spots.append((number, exact, _Spot(module, *where())))
+    def _module(self) -> str:
+        return self._paths[id(self._modules[-1])] if self._modules else ""
 
     def _spot_of_node(self) -> _Spot:
         """Where the node was made whose gradient is being computed; of a leaf, the one that went before.
@@ -143,8 +116,8 @@ class StepRecorder(torch_private.DispatchMode):
         number = torch_private.running_node_number()
         if number is None:
             number = self._running if torch_private.running_leaf() is not None else -1
-        at = bisect.bisect_right(self._spots, number, key=lambda each: each[0]) - 1
-        return self._spots[at][2] if number >= 0 <= at else _NOWHERE
+        numbers = [*self._spots]
+        return self._spots[numbers[bisect.bisect_right(numbers, number) - 1]]
 
     # what is sent
 
@@ -153,11 +126,10 @@ class StepRecorder(torch_private.DispatchMode):
         if sent.kind == "all_to_all" and fake:
             _send_to_itself(sent)
         backward = caller.backward or torch_private.backward_pass() >= 0
-        spot, leaf = (self._spot_of_node(), torch_private.running_leaf()) if backward else (_NOWHERE, None)
-        module = self._paths.get(id(self._modules[-1]), "") if self._modules else spot.module
+        spot, leaf = (self._spot_of_node(), torch_private.running_leaf()) if backward else (_Spot(), None)
+        module = self._module() or spot.module
         if caller.fsdp is not None:  # which may gather a module's parameters while another one runs
             module = self._paths.get(id(caller.fsdp), module)
-            caller.place = self._calls.get(id(caller.fsdp), caller.place)
         if leaf is not None:
             named = ((root, *pair) for root in self._roots for pair in root.named_parameters())
             module = next((f"{self._paths[id(root)]}.{name}" for root, name, each in named if each is leaf), module)
@@ -170,8 +142,7 @@ class StepRecorder(torch_private.DispatchMode):
                 "input_args=, output_args=), explain the step in a running job, on all its ranks, or a stage without "
                 "its schedule, axes.explain(stage_module, x)"
             )
-        what = self._what(sent, caller, spot, leaf is not None)
-        if sent.receives and fake and (caller.by != "axes" or what.startswith("all_to_all")):
+        if sent.receives and fake and (caller.by != "axes" or self._said.startswith("all_to_all")):
             self.exact = False  # these sizes are what the other ranks told, and here nobody did
         self.collectives.append(
             {
@@ -184,40 +155,40 @@ class StepRecorder(torch_private.DispatchMode):
                 "time_us": model.time_us(sent.kind, size, near, received) if size > 1 else 0.0,
                 "phase": "backward" if backward else "forward",
                 "by": caller.by or "program",
-                "what": what,
+                "what": self._what(sent, caller, spot if leaf is None else _Spot()),
                 "module": module,
                 "place": caller.place or spot.place,
             }
         )
 
-    def _what(self, sent: _Sent, caller: _Caller, spot: _Spot, at_leaf: bool) -> str:
-        """The expression or the operation that a collective is of."""
+    def _what(self, sent: _Sent, caller: _Caller, spot: _Spot) -> str:
+        """The expression, the operation, or the rank at the other end that a collective is of."""
         if caller.by == "axes":
             now = where()[1]
-            if at_leaf:
-                return "a gradient that is pending, brought to its leaf"
             if now and not now[-1].startswith("shard_map"):
                 return now[-1]
             return f"gradient of {spot.parts[-1]}" if spot.parts and not now else self._said
-        if caller.by == PIPELINING and sent.kind in ("send", "recv"):
-            way = "to" if sent.kind == "send" else "from"
-            return f"{caller.operation or 'a stage'}, {way} rank {dist.get_global_rank(sent.group, sent.peer)}"
-        if caller.by == FSDP:
-            return "parameters" if sent.kind == "all_gather" else "gradients"
+        if sent.kind in ("send", "recv"):
+            return f"{'to' if sent.kind == 'send' else 'from'} rank {dist.get_global_rank(sent.group, sent.peer)}"
         return caller.operation or self._operation if caller.by == DTENSOR else ""
+
+
+def who(sent: Mapping[str, Any]) -> str:
+    """What a collective is of, with who asked for it where that wasn't axes."""
+    return sent["what"] if sent["by"] == "axes" else f"[{sent['by']}] {sent['what']}".rstrip()
 
 
 # --- who asks
 
 
-FSDP, DTENSOR, PIPELINING = "torch: FSDP2", "torch: DTensor", "torch: pipelining"
+FSDP, DTENSOR = "torch: FSDP2", "torch: DTensor"
 
 _ISSUERS = {
     "axes.show": "",
     "axes": "axes",
     "torch.distributed.fsdp": FSDP,
     "torch.distributed.tensor": DTENSOR,
-    "torch.distributed.pipelining": PIPELINING,
+    "torch.distributed.pipelining": "torch: pipelining",
     "torch.distributed.checkpoint": "torch: checkpoint",
     "torch.distributed.device_mesh": "torch: DeviceMesh",
     "torch.nn.parallel": "torch: DDP",
@@ -243,25 +214,19 @@ def _caller(frame: FrameType | None) -> _Caller:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         found.backward = function == "_engine_run_backward"
         if not found.place and not found.backward:
-            _note_frame(found, frame, module, function)
+            found.by = found.by or next(
+                (_ISSUERS[name] for name in _ISSUERS if f"{module}.".startswith(f"{name}.")), ""
+            )
+            if found.by == FSDP and found.fsdp is None:
+                found.fsdp = torch_private.module_of_fsdp(frame.f_locals.get("self"))
+            if module == "torch.distributed.tensor._api" and not function.startswith("__"):
+                found.operation = f"DTensor.{function}"  # the last of several that call one another is what is written
+            if module == "torch.distributed.distributed_c10d" and function.endswith("_object_list"):
+                found.objects = function
+            if is_users(frame):
+                found.place, found.by = line_of_code(frame.f_code, frame.f_lasti), found.by or "program"
         frame = frame.f_back
     return found
-
-
-def _note_frame(found: _Caller, frame: FrameType, module: str, function: str) -> None:
-    found.by = found.by or next((by for prefix, by in _ISSUERS.items() if f"{module}.".startswith(f"{prefix}.")), "")
-    if found.by == FSDP and found.fsdp is None:
-        found.fsdp = torch_private.module_of_fsdp(frame.f_locals.get("self"))
-    if module == "torch.distributed.tensor._dispatch" and "op_call" in frame.f_locals and not found.operation:
-        found.operation = str(frame.f_locals["op_call"])
-    if module == "torch.distributed.tensor._api" and function in ("redistribute", "full_tensor", "distribute_tensor"):
-        found.operation = f"DTensor.{function}"  # the last of several that call one another is what is written
-    if module == "torch.distributed.pipelining.schedules" and function == "step":
-        found.operation = type(frame.f_locals.get("self")).__name__
-    if module == "torch.distributed.distributed_c10d" and function.endswith("_object_list"):
-        found.objects = function
-    if is_users(frame):
-        found.place, found.by = line_of_code(frame.f_code, frame.f_lasti), found.by or "program"
 
 
 # --- in which group
@@ -277,14 +242,12 @@ def _named(mesh: Mesh | None, group: dist.ProcessGroup) -> tuple[dict[str, Any],
 def _axes_of(mesh: Mesh | None, group: dist.ProcessGroup, ranks: Sequence[int]) -> tuple[str, ...]:
     if len(ranks) == 1:
         return ()
-    along = {} if mesh is None else {name: mesh.axis(name).ranks_of(dist.get_rank()) for name in mesh.namespace}
-    for name, through in along.items():
-        if len(through) == len(ranks) and [*through] == [*ranks]:
-            return (name,)
+    for axis in [] if mesh is None else map(mesh.axis, mesh.namespace):
+        if axis.size == len(ranks) and [*axis.ranks_of(dist.get_rank())] == [*ranks]:
+            return (axis.name,)
     info = next((each for each in process_groups() if each.group.group_name == group.group_name), None)
-    if info is None:
-        return ()
-    return tuple(next(iter(info.names), "").split()) or (("world",) if info.origin == "default" else ())
+    usual = "" if info is None or info.origin != "default" else "world"
+    return tuple(next(iter([] if info is None else info.names), usual).split())
 
 
 # --- how much
@@ -413,15 +376,16 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
     Where no job runs, the world of `mesh` is simulated, seen from the mesh's rank. Gradients of a module's parameters,
     and random numbers, are as before.
     """
-    if isinstance(step, torch.nn.Module) and type(step).forward is torch.nn.Module.forward:
-        raise AxesError(f"axes.explain takes a module that computes something; a {type(step).__name__} has no forward")
     parameters = [*step.parameters()] if isinstance(step, torch.nn.Module) else []
     with contextlib.ExitStack() as stack:
         around = entered_world(stack, mesh, [*inputs, *parameters])
         stack.enter_context(_as_before(parameters))
         if "torch.distributed.pipelining" in sys.modules and current_world().fake:
             stack.enter_context(torch_private.stages_know_their_shapes())
-        with StepRecorder(around) as recorder:
+        recorder = StepRecorder(around)
+        stack.enter_context(register_module_forward_pre_hook(recorder.entered))
+        stack.enter_context(register_module_forward_hook(recorder.left, always_call=True))
+        with listen(recorder.hear), recorder:
             _backward(step(*inputs))
         return _explanation(_name_of(step), recorder.collectives, around, recorder.exact)
 
@@ -474,8 +438,7 @@ def _backward(returned: Any) -> None:
 
 def _name_of(step: Any) -> str:
     # `fully_shard` gives a module a class of its own making.
-    kind = type(step).__mro__[2] if isinstance(step, FSDPModule) else type(step)
-    return kind.__name__ if isinstance(step, torch.nn.Module) else getattr(step, "__name__", kind.__name__)
+    return str(getattr(step, "__name__", type(step).__name__.removeprefix("FSDP")))
 
 
 # --- what is said
@@ -485,21 +448,17 @@ def _explanation(name: str, sent: Sequence[Mapping[str, Any]], mesh: Mesh | None
     head = [] if mesh is None else [("mesh", f"{mesh.declaration}, seen from rank {mesh.rank}")]
     if not exact:
         head.append(("note", "an exchange is of sizes that other ranks tell: here as if they told what this one does"))
-    totals: dict[str, dict[str, Any]] = {}
-    rows: dict[str, Counter[tuple[str, ...]]] = {"forward": Counter(), "backward": Counter()}
-    for each in sent:
-        over, who = " ".join(each["axes"]) or "-", each["what"]
-        zero = {"axes": each["axes"], "collectives": 0, "bytes_in": 0, "bytes_out": 0, "time_us": 0.0}
-        total = totals.setdefault(over, zero)
-        total["collectives"] += 1
-        for amount in ("bytes_in", "bytes_out", "time_us"):
-            total[amount] += each[amount]
-        who = who if each["by"] == "axes" else f"[{each['by']}] {who}".strip()
-        said = ", ".join(filter(None, (each["module"], each["place"].partition(" in ")[0], who)))
-        rows[each["phase"]][each["kind"], over, bytes_text(each["bytes_in"]), said] += 1
-    last = [(over, *_total_cells(total)) for over, total in totals.items()]
-    sections = [Section("", tuple(head)), *(Section(phase, _counted(found)) for phase, found in rows.items())]
-    sections.append(Section("in all", tuple(last) or (("nothing is sent",),)))
+    totals = [
+        {"axes": [*axes], "collectives": len(found), **{name: sum(each[name] for each in found) for name in _AMOUNTS}}
+        for axes in dict.fromkeys(tuple(each["axes"]) for each in sent)
+        for found in [[each for each in sent if (*each["axes"],) == axes]]
+    ]
+    phases = ((phase, [each for each in sent if each["phase"] == phase]) for phase in ("forward", "backward"))
+    sections = [
+        Section("", tuple(head)),
+        *(sent_section(phase, [(each, _said(each)) for each in found]) for phase, found in phases),
+        Section("by axes", tuple(map(_total_row, totals))),
+    ]
     facts = {
         "kind": "step",
         "step": name,
@@ -507,19 +466,18 @@ def _explanation(name: str, sent: Sequence[Mapping[str, Any]], mesh: Mesh | None
         "rank": dist.get_rank(),
         "exact": exact,
         "collectives": sent,
-        "totals": list(totals.values()),
+        "totals": totals,
     }
     return Explanation(f"a step of {name}", tuple(section for section in sections if section.rows), facts)
 
 
-def _counted(rows: Counter[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """The rows, with how often each comes where one comes several times."""
-    several = any(count > 1 for count in rows.values())
-    counted = ((*((f"{count} x" if count > 1 else "",) if several else ()), *row) for row, count in rows.items())
-    return tuple(counted) or (("nothing is sent",),)
+_AMOUNTS = ("bytes_in", "bytes_out", "time_us")
 
 
-def _total_cells(total: Mapping[str, Any]) -> tuple[str, ...]:
+def _said(sent: Mapping[str, Any]) -> str:
+    return ", ".join(filter(None, (sent["module"], sent["place"].partition(" in ")[0], who(sent))))
+
+
+def _total_row(total: Mapping[str, Any]) -> tuple[str, ...]:
     moved = f"{bytes_text(total['bytes_in'])} in, {bytes_text(total['bytes_out'])} out"
-    count = total["collectives"]
-    return f"{count} collective{'s' * (count > 1)}", moved, time_text(total["time_us"])
+    return " ".join(total["axes"]) or "-", f"{total['collectives']} x", moved, time_text(total["time_us"])
