@@ -178,7 +178,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
             "volume",
         },
         "axes.algebra.errors": {"shortened", "shown", "suggestion", "wrong_dims"},
-        "axes.algebra.grammar": {"Factor", "Item", "Spec", "items_of", "parse_spec"},
+        "axes.algebra.grammar": {"Factor", "Item", "Spec", "items_of", "parse_spec", "parse_tensor"},
         "axes.algebra.layout": {"Universe", "digits"},
         "axes.algebra.mesh": {"checked_mesh", "required_mesh"},
         "axes.algebra.placements": {"check_torch_can"},

@@ -210,7 +210,7 @@ def _explained(subject: Recipe, alone: bool, dtype: str) -> Explanation:
         for name, found in sent.items()
         if found is not None
     ]
-    drawn = mesh.size <= MOST and all(subject.size.values())
+    drawn = mesh.size <= MOST and all(subject.sizes.values())
     drawing = functools.partial(moves_of_recipe, subject, dtype) if drawn else None
     return Explanation(f'{subject.kind} "{subject.text}"', tuple(sections), facts, drawing)
 

@@ -20,10 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened
-from axes.algebra.grammar import Factor, Item, Spec, items_of
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
+from axes.algebra.grammar import Factor, Item, Spec, items_of, parse_tensor
 from axes.algebra.sizes import tuple_of
-from axes.extension import read, shown
 from axes.transfers.layout_pieces import LayoutPiece, PieceDim, Shape, layout_piece
 from axes.transfers.name_patterns import NamePattern
 
@@ -153,7 +152,7 @@ def sides_of(text: str) -> tuple[tuple[RulePart, ...], ...]:
         parts = []
         for tensor, own in enumerate(side.split(",")):
             try:  # with blanks before it, so that an error says where it stands in the whole text
-                found = [(read(one).spec, span) for one, span in _blocks_of(own.rjust(at + len(own)))]
+                found = [(parse_tensor(one).spec, span) for one, span in _blocks_of(own.rjust(at + len(own)))]
             except ExpressionError as error:
                 raise ExpressionError(error.message, text, error.start, error.stop) from None
             for spec, span in found:

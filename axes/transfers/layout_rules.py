@@ -25,9 +25,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from axes.algebra.errors import ShardingError, SizeError, shortened, suggestion
+from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.sizes import checked_tensor_shape, given_sizes, tuple_of, written_sizes
-from axes.extension import shown
 from axes.transfers.layout_pieces import LayoutPiece, Shape, covering, layout_piece
 from axes.transfers.layout_rule import LayoutRule, Names, layout_rule, solved_pieces
 from axes.transfers.name_patterns import NamePatterns
