@@ -5,6 +5,7 @@
 #   make test-full           all of it, with ten times the generated cases, drawn by the date or AXES_SEED=..: hours
 #   make demo                eight processes train a small Llama
 #   make bench               the table of docs/benchmarks.md, measured now
+#   make docs                the site, into site/: strictly, and without network
 #   make format              ruff's formatting and fixes
 #   make clean               removes what the above made
 
@@ -22,7 +23,7 @@ else
 PINS   := cat
 endif
 
-.PHONY: test test-full demo bench format clean
+.PHONY: test test-full demo bench docs format clean
 .DELETE_ON_ERROR:
 
 # Hundreds of processes import axes and the tests: their bytecode is kept also where the environment says otherwise.
@@ -39,6 +40,9 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(RUN) -m tests.bench
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
 format: $(STAMP)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
@@ -48,9 +52,9 @@ $(STAMP): constraints.txt pyproject.toml
 	@echo "installing into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(PINS) constraints.txt > $(VENV)/constraints.txt
-	$(PIP) -c $(VENV)/constraints.txt --editable '.[test]'
+	$(PIP) -c $(VENV)/constraints.txt --editable '.[test,docs]'
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

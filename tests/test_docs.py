@@ -3,8 +3,8 @@
 A page's Python blocks run in order, in one namespace: a block with `>>>` as a doctest, any other as a program; one with
 `if __name__ == "__main__":` is a script of its own. One that begins with a file's name (`# llama.py`) is that file, which
 the blocks after it import. What stands in a `text` block under a block is what it prints, and the value of its last line.
-Worlds that a page starts are ranks that are there already. Blocks in other languages (`sh`) aren't run here; those of the
-quick start are by test_quick_start.
+A block that begins with `# needs jax` runs where that is installed. Worlds that a page starts are ranks that are there
+already. Blocks in other languages (`sh`) aren't run here; those of the quick start are by test_quick_start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import doctest
-import importlib
+import importlib.util
 import io
 import os
 import pkgutil
@@ -34,7 +34,7 @@ from tests.conftest import multiplies_batches
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-WITHOUT_CODE = {"benchmarks.md", "changelog.md"}
+WITHOUT_CODE = {"benchmarks.md", "changelog.md", "contributing.md", "environment.md"}
 MODULES = sorted(
     found.name for found in pkgutil.walk_packages(axes.__path__, "axes.") if not found.name.endswith("__main__")
 )
@@ -46,6 +46,12 @@ def blocks(page: str) -> list[tuple[int, str]]:
     """The Python blocks of a page, each with the number of lines before it."""
     pattern = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
     return [(page.count("\n", 0, m.start(1)), m.group(1)) for m in pattern.finditer(page)]
+
+
+def is_missing(block: str) -> bool:
+    """Whether a block needs a package that isn't installed."""
+    found = re.match(r"# needs (\w+)\n", block)
+    return found is not None and importlib.util.find_spec(found[1]) is None
 
 
 def is_script(block: str) -> bool:
@@ -128,7 +134,7 @@ def run_page(page: str, name: str, folder: Path) -> None:
                 failed = runner.run(test, clear_globs=False, out=out.append).failed
                 assert not failed, "".join(out)
                 space.update(test.globs)
-            elif not file_of(text) and not is_script(text):
+            elif not file_of(text) and not is_script(text) and not is_missing(text):
                 found, wanted = printed("\n" * line + text, space, name), text_under(page, text)
                 assert wanted is None or found == wanted, f"line {line} of {name}"
 
@@ -224,6 +230,24 @@ def test_the_links_of_a_page_lead_somewhere(page):
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if ":" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing, missing
+
+
+def test_the_reference_has_every_public_name_once_and_no_other():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    found = sorted(
+        name for page in pages for name in re.findall(r"^::: axes\.(.+)$", page.read_text(encoding="utf-8"), re.M)
+    )
+    nn = {f"nn.{name}" for name in axes.nn.__all__ if name not in axes.__all__}
+    assert found == sorted({*axes.__all__, "extension", *nn} - {"nn"})
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        build, cwd=ROOT, env={**ENVIRONMENT, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "reference" / "operations.html").stat().st_size > 10_000
 
 
 def test_the_performance_table_has_the_rows_that_the_benchmarks_print():
