@@ -71,56 +71,56 @@ ROWS = (
     Row(
         "all-gather",
         "b s@tp d -> b s d",
-        "What was split is whole. Each rank receives the other three quarters.",
+        "The split dim becomes whole. Each rank receives the three quarters that it lacks.",
     ),
     Row(
         "all-reduce",
         "b s d | sum@tp -> b s d",
-        "Left of the bar is what a rank holds, right of it what hasn't happened yet: the sum over `tp`. "
-        "On the right nothing is pending, so it happens.",
+        "Left of the bar are the dims of a rank's tensor, right of it a reduction that is still pending: the "
+        "sum over `tp`. The right side has no bar, so the sum is carried out.",
     ),
     Row(
         "reduce-scatter",
         "b s d | sum@tp -> b s@tp d",
-        "The same sum, of which each rank wants only its part: half the bytes.",
+        "The same sum, of which each rank needs its own part only: half the bytes.",
     ),
     Row(
         "all-to-all",
         "b s@tp d -> b s d@tp",
-        "The split moves from one dim to another. Each rank keeps a quarter of what it has, and sends a quarter "
-        "to each other rank.",
+        "The split moves from one dim to another. Each rank keeps a quarter of its shard, and sends one "
+        "quarter to each other rank.",
     ),
     Row(
         "slice",
         "b s d -> b s@tp d",
-        "Every rank has everything, so it takes its part and sends nothing.",
+        "Every rank has the whole tensor, so it takes its part and sends nothing.",
     ),
     Row(
         "permutation",
         "b s@(cp tp) d -> b s@(tp cp) d",
-        "The order of axes in a place is the order of the cuts, major first. In another order the same pieces lie "
-        "on other ranks: those whose coordinates differ swap them.",
+        "Axes in parentheses cut a dim in their order, the major axis first. In another order the same pieces"
+        " belong to other ranks, so ranks exchange them.",
         mesh=Mesh("cp=2 tp=2"),
     ),
     Row(
         "reduce",
         "b s@cp d -> b d",
-        "A reduction over a split dim is a local one, and another over the ranks. Only the small result travels.",
+        "Each rank reduces its own part, and then the ranks reduce the results. Only the small result is sent.",
         kind="reduce",
         mesh=Mesh("cp=4"),
     ),
     Row(
         "row-parallel",
         "b s f@tp, f@tp d -> b s@tp d",
-        "Each rank multiplies what it has, which gives a summand of the whole product. What becomes of the sum is "
-        "on the right: here it is scattered over `s`.",
+        "Each rank multiplies its parts, and gets one term of the product. The right side says how the terms "
+        "are added up: here the sum is scattered over `s`.",
         kind="einsum",
     ),
     Row(
         "pending",
         "b s f, f d -> b s d | *",
-        "Nothing is annotated, so everything flows, and `| *` takes what arises. Both operands came split over `f`: "
-        "the product is pending, and nothing is sent until someone wants it.",
+        "No name has an `@`, so every name keeps its split, and `| *` keeps the result pending. Both operands"
+        " are split over `f`: each rank has one term of the product, and nothing is sent.",
         kind="einsum",
         specs=("b s f@tp", "f@tp d"),
     ),
@@ -253,8 +253,8 @@ INTRODUCTION = f"""# einops with an @
 
 {WRITTEN}
 
-An einops expression says what becomes of the dims of a tensor. With an `@` it also says over which axes of the
-mesh each dim is split, and so which part each rank holds, before and after. What has to move follows from that.
+An einops expression names the dims of a tensor before and after an operation. With an `@` it also says which axes of the mesh split each dim, so it says
+which part each rank holds, before and after. The communication follows from the two sides.
 
 ```python
 import axes
@@ -265,21 +265,17 @@ with axes.simulate(4):                                  # four ranks, in this pr
     [tuple(t.to_local().shape) for t in (x, y)]
 ```
 
-Read `@` as "split over". After a `|` stands what is *pending*: `b s d | sum@tp` is a value of which each rank
-of `tp` holds a summand. Without `@` and `|`, `axes.rearrange`, `reduce`, `repeat` and `einsum` are einops'. They take
-DTensors (the *global view*: one tensor, wherever it lies) or plain tensors that hold this rank's shard (the *local
-view*), and the expression means the same.
+Read `@` as "split over". A `|` introduces *pending* reductions (torch's `Partial`): in `b s d | sum@tp` each rank of `tp` holds one term of a sum. Without `@`
+and `|`, `axes.rearrange`, `reduce`, `repeat` and `einsum` do what einops does. They take DTensors (the *global view*: one tensor on all ranks) or plain
+tensors that hold this rank's shard (the *local view*). An expression means the same for both.
 
-One text is read the same everywhere. A name is what Python calls an identifier (`h`, `_h`, `β`, but not `_` alone,
-and written as Python normalizes it); white space is what Python calls so, tabs and line breaks included. In an
-einsum `...` stands for dims of the same sizes in every operand. (einops is stricter: it refuses `_h`, `h_` and tabs.)
-Arrays of other libraries are for einops itself.
+A name is a Python identifier (`h`, `_h`, `β`, but not `_` alone), and names are separated by white space, line breaks included. In an einsum, `...` stands
+for dims of the same sizes in every operand. (einops is stricter: it refuses `_h`, `h_` and tabs.) Arrays of other libraries are for einops itself.
 
 ## Four rules
 
-**1. What you annotate is explicit, what you don't flows.** A name that carries an `@` anywhere is explicit
-everywhere: where it has none, it is unsplit. Below that is `s`. A name that never carries one, as `b`, keeps the split
-that it came with.
+**1. A name with an `@` is explicit; a name without one keeps its split.** If a name has an `@` anywhere in the expression, then it is unsplit wherever it has none.
+Below, `s` is such a name: it becomes unsplit. A name that has no `@` at all, such as `b`, keeps the split of the tensor.
 
 ```python
 with axes.simulate(4):
@@ -289,11 +285,10 @@ with axes.simulate(4):
     axes.spec_of(y)
 ```
 
-So one expression serves a model with data parallelism and one without, and says only what it is about. (A DTensor
-doesn't know the names of its dims: `_` stands for them in what `spec_of` says.)
+So one expression serves a model with data parallelism and a model without. (A DTensor has no names for its dims: `spec_of` writes `_` for each.)
 
-**2. The left side is an assertion.** What it says of the tensor is checked, and never brought about. (Of a plain
-tensor, which doesn't know how it is split, it is a declaration.)
+**2. The left side is an assertion.** It must match how the tensor is sharded, and it never moves the tensor. (A plain tensor doesn't know how it is
+sharded, so there the left side declares it.)
 
 ```python
 with axes.simulate(4):
@@ -302,8 +297,8 @@ with axes.simulate(4):
     axes.rearrange(x, "b s@tp d -> b s d")
 ```
 
-**3. No hidden communication.** Data moves only where the right side differs from the left. Operands that disagree
-on a name that they share are an error, and not a silent gather:
+**3. No hidden communication.** Data moves only where the right side differs from the left. If two operands split one name in different ways, this is an
+error and not a silent gather:
 
 ```python
 with axes.simulate(4):
@@ -313,9 +308,8 @@ with axes.simulate(4):
     axes.einsum(x, w, "b s f, f d -> b s d")
 ```
 
-**4. No hidden pending.** A sum over a split dim leaves each rank with a summand. If the result is to stay so, the
-expression says it, by naming the axis or with `| *`, which takes whatever arises. If it is to be reduced, the left side
-says that the dim is split.
+**4. No hidden pending reduction.** After a sum over a split dim each rank has one term. To keep the result pending, name the axis on the right, `| sum@tp`, or
+write `| *`, which keeps any. To have it reduced, write the `@` of the summed dim on the left.
 
 ```python
 with axes.simulate(4):
@@ -325,7 +319,7 @@ with axes.simulate(4):
     axes.einsum(x, w, "b s f, f d -> b s d")
 ```
 
-So there are four ways to go on: pending, under either name; reduced; and reduced and scattered.
+There are four ways to write it: pending, with either text; reduced; and reduced and scattered.
 
 ```python
 with axes.simulate(4):
@@ -340,8 +334,8 @@ with axes.simulate(4):
 
 ## Stars, and specs without an arrow
 
-A `*` stands for what a dim is split over, whatever that is. Left of the arrow a sum over `f@*` is resolved over
-whatever split f; right of it `s@(* tp)` adds a split. So a model says what it means without knowing the mesh:
+A `*` stands for the axes that split a dim, whichever they are. Left of the arrow, `f@*` has the sum over `f` carried out over these axes. Right of it,
+`s@(* tp)` splits a dim further. With a `*` a model needs no knowledge of the mesh:
 
 ```python
 with axes.simulate(4):
@@ -353,8 +347,8 @@ with axes.simulate(4):
     axes.spec_of(axes.einsum(x, w, "b s f@*, d f@* -> b s@(* tp) d"))
 ```
 
-Where a spec stands alone, as in `shard`, `plan` and `reshard`, it is the whole truth: a bare dim is unsplit, and what
-isn't named after a `|` isn't pending. In `reshard` a `*` keeps what the tensor has; `...` stands for dims that stay.
+A spec without an arrow, as in `shard`, `plan` and `reshard`, is complete: a dim without an `@` is unsplit, and without a `|` nothing is pending. In
+`reshard`, a `*` keeps the axes of the tensor, and `...` keeps dims as they are.
 
 ```python
 with axes.simulate(4):
@@ -366,7 +360,7 @@ with axes.simulate(4):
 
 ## Several tensors in one dim
 
-Tensors of one size are a dim of their own, which `unbind` or a loop takes apart:
+Tensors of one size that are fused in one dim become a dim of their own, which a loop or `unbind` takes apart:
 
 ```python
 with axes.simulate(4):
@@ -376,7 +370,7 @@ with axes.simulate(4):
     axes.spec_of(gate), tuple(gate.shape), tuple(gate.to_local().shape)
 ```
 
-Of others a rank holds its part of each, which `torch.split` takes apart in a region:
+If the sizes differ, each rank holds its part of each tensor. Take them apart by `torch.split` in a region:
 
 ```python
 def heads(rows):                                                        # of each key head its two queries, k and v
@@ -395,11 +389,9 @@ Nine expressions, on four ranks. All tensors are {DTYPE}, with {", ".join(f"{n}=
 
 <!-- table -->
 
-In the pictures each rank has a colour. The dashed frame is the whole tensor (without `b`), what is filled is the part
-that the rank holds, in the colour of the rank it comes from; stripes are sums. Bytes are over the links, those of the
-rank that has most.
+In the pictures each rank has a colour. The dashed frame is the whole tensor (without `b`). The filled part is the rank's own, in the colour of the rank that it
+came from. Stripes are sums. Bytes are those of the busiest rank.
 
-Under each stands the backward, derived from the same expression. In the *local view* every rank has a loss of its own
-and their sum counts, so that the gradient of what is replicated is this rank's summand of it: it is pending. In the
-*global view* there is one loss and one gradient, which may arrive in any sharding; nothing is reduced before
-something needs it. [Gradients](gradients.md) runs all of this."""
+Below each picture is the backward pass, which is derived from the same expression. In the *local view* every rank has its own loss, and the sum of the losses
+counts, so the gradient of a replicated tensor is pending: each rank has one term. In the *global view* there is one loss and one gradient, which
+may arrive in any sharding, and nothing is reduced before something needs it. [Gradients](gradients.md) runs all of these."""

@@ -363,38 +363,39 @@ P, R, S = "b s d | sum@tp", "b s d", "b s@tp d"
 ROWS = (
     Row(
         "S -> R",
-        "What is gathered goes back by a reduce-scatter in the local view: every rank has a summand of the whole "
-        "gradient, and wants its own part of the sum. In the global view it depends on what arrives.",
+        "In the local view the gradient of an all-gather is a reduce-scatter: every rank has one term of the "
+        "whole gradient, and needs its own part of the sum. In the global view it depends on the sharding in "
+        "which the gradient arrives.",
         both("b s@tp d -> b s d", P, R, S, "b s d@tp"),
     ),
     Row(
         "R -> S",
-        "A slice costs nothing, and neither does its gradient. In the local view each rank pads with zeros what it "
-        "has, and the result is pending; a DTensor needs no zeros, since its gradient may stay split.",
+        "A slice sends nothing, and neither does its gradient. In the local view each rank pads its part with"
+        " zeros, and the result is pending. A DTensor needs no zeros, since its gradient may stay split.",
         both("b s d -> b s@tp d", S, R),
     ),
     Row(
         "P -> R",
-        "In the local view an all-reduce goes back by an all-reduce, since the sum is in every rank's loss. In the "
-        "global view there is one loss, so that a gradient that arrives whole is what every summand gets.",
+        "In the local view the gradient of an all-reduce is an all-reduce, since the sum is in every rank's "
+        "loss. In the global view there is one loss, so a whole gradient is the gradient of every term.",
         both("b s d | sum@tp -> b s d", R, P, S),
     ),
     Row(
         "P -> S",
-        "A reduce-scatter goes back by an all-gather.",
+        "The gradient of a reduce-scatter is an all-gather.",
         both("b s d | sum@tp -> b s@tp d", S, R, P),
     ),
     Row(
         "S -> S', permutation",
-        "An exchange goes back by the inverse one.",
+        "The gradient of an exchange is the inverse exchange.",
         both("b s@tp d -> b s d@tp", "b s d@tp", R, P)
         + both("b s@(cp tp) d -> b s@(tp cp) d", "b s@(tp cp) d", "b s d", "b s@(cp tp) d"),
     ),
     Row(
         "P -> I; I -> R; R -> I",
-        "I is `same`: equal values *and* equal, whole gradients on every rank, as between the blocks of a "
-        "tensor-parallel model. The first two are Megatron's g and f. A DTensor has no `same`: it knows how its "
-        "gradient is sharded.",
+        "I is `same`: values are equal on every rank, and gradients are whole and equal too, as between the "
+        "blocks of a tensor-parallel model. The first two rows are Megatron's g and f. A DTensor has no "
+        "`same`, since it knows how its gradient is sharded.",
         (
             Expression("local", "b s d | sum@tp -> b s d | same@tp", after="b s d | same@tp -> b s d"),
             Expression("local", "b s d | same@tp -> b s d", before="b s d -> b s d | same@tp"),
@@ -403,7 +404,8 @@ ROWS = (
     ),
     Row(
         "S -> I; I -> S",
-        "As the first two rows, but that no sum is left to do: a gather goes back by a slice and a slice by a gather.",
+        "These are the first two sections without a sum: the gradient of a gather is a slice, and that of a "
+        "slice is a gather.",
         (
             Expression("local", "b s@tp d -> b s d | same@tp", after="b s d | same@tp -> b s d"),
             Expression("local", "b s d | same@tp -> b s@tp d", before="b s d -> b s d | same@tp"),
@@ -411,33 +413,34 @@ ROWS = (
     ),
     Row(
         "mean -> R",
-        "As P -> R. The result is divided by the number of ranks, and so is its gradient.",
+        "As P -> R, with value and gradient divided by the number of ranks.",
         both("b s d | mean@tp -> b s d", R, P, S),
     ),
     Row(
         "max -> R",
-        "The gradient goes to where the maximum was reached, in equal parts, as in `torch.amax`. So backward has to "
-        "know how many ranks reached it.",
+        "The gradient goes to the elements that reach the maximum, in equal parts, as in `torch.amax`. So the"
+        " backward pass counts the ranks that reach it.",
         both("b s@tp d -> b d", "b d", "b d | sum@tp", "b d@tp", kind="reduce", op="max"),
     ),
     Row(
         "einsum operand: lacks a splitting axis; split; pending",
-        "Over an axis that splits the other operand and not this one, the gradient is pending; over one that splits "
-        "it, it is split; over one that it is pending on, it is whole.",
+        "Look at one axis and one operand. If the axis splits the other operand only, the gradient is "
+        "pending. If it splits this operand, the gradient is split too. If this operand is pending over it, "
+        "the gradient is whole.",
         both("b s d, d f@tp -> b s f@tp", "b s f@tp", "b s f", kind="einsum")
         + both("b s f@tp, f@tp d -> b s@tp d", "b s@tp d", "b s d", kind="einsum")
         + both("b d | sum@tp, d f -> b f | sum@tp", "b f", "b f | sum@tp", kind="einsum"),
     ),
     Row(
         "reduce over a split dim: kept; resolved",
-        "A sum goes back by copies. Where it was left pending, each rank copies what it gets; where it was resolved, "
-        "the gradients of all ranks are summed first in the local view.",
+        "The gradient of a sum is copies. If the sum stays pending, each rank copies the gradient that it "
+        "gets. If the sum is carried out, the gradients of all ranks are summed first, in the local view.",
         both("b s@tp d -> b d | sum@tp", "b d", "b d | sum@tp", kind="reduce")
         + both("b s@tp d -> b d", "b d", "b d | sum@tp", kind="reduce"),
     ),
     Row(
         "ppermute; all_gather; psum_scatter; all_to_all",
-        "The named collectives, on the plain tensors of a region. G is the gradient of the whole result.",
+        "Collectives by name, on the plain tensors of a region. G is the gradient of the whole result.",
         (
             Region("b s@tp d -> b s@tp d", S, 'axes.ppermute(x, "tp", shift=1)', "x.roll(x.shape[1] // 4, 1)"),
             Region("b s@tp d -> b s d", R, 'axes.all_gather(x, "tp", dim=1)'),
@@ -447,11 +450,11 @@ ROWS = (
     ),
     Row(
         "the border of a region",
-        "`axes.shard_map`, `axes.to_local` and `axes.from_local` lead from one view to the other. In a region the "
-        "gradient of a replicated result comes inside as summands, which add up to it; that of a replicated operand "
-        "leaves pending. Where a region says `same`, it comes whole and leaves as it is. A plain tensor that needs a "
-        "gradient and that the function closes over has no spec to say so: that is an error, which shows how to "
-        "pass it.",
+        "`axes.shard_map`, `axes.to_local` and `axes.from_local` lead from one view to the other. In a "
+        "region, each rank gets one term of the gradient of a replicated result, and the gradient of a "
+        "replicated operand leaves pending. If the region says `same`, the gradient comes whole and leaves "
+        "whole. A function may use a plain tensor from outside; if that tensor needs a gradient, it is an "
+        "error, which shows how to pass the tensor as an argument.",
         (
             Region("b s@tp d -> b s@tp d", S),
             Region("b s@tp d -> b s@tp d", R),
@@ -468,12 +471,13 @@ ROWS = (
     ),
     Row(
         "a tensor that crosses the border alone",
-        "A region knows both of its ends; a tensor that comes out or goes in alone doesn't. Where it needs a gradient "
-        "and is replicated, no default could be right: plain code may use its copies alike on every rank, or each rank "
-        "in its own way (on its own rows, say), so that the gradients add up. `axes.shard` and `axes.unshard` speak of "
-        "one whole tensor that every rank has, its gradient whole on each. `axes.to_local` and `axes.from_local` speak "
-        "of each rank's own, and ask: without `grad` it is an error that shows both ways. `| same@tp` in the spec "
-        'says `"whole"` of some axes alone. torch\'s own take copies to be used alike unless they are told.',
+        "A region knows both of its ends. A tensor that comes out or goes in alone doesn't. If it needs a "
+        "gradient and is replicated, there is no right default: plain code may use the copies alike on every "
+        "rank, or each rank may use its copy in its own way (on its own rows, say), so that the gradients add"
+        " up. `axes.shard` and `axes.unshard` mean one whole tensor that every rank has, with the whole "
+        "gradient on each. `axes.to_local` and `axes.from_local` mean each rank's own tensor, and ask: "
+        'without `grad=` there is an error that shows both ways. `| same@tp` in the spec says `"whole"` for '
+        "some of the axes. torch's own functions take copies to be used alike unless they are told otherwise.",
         (
             Crossing("axes.unshard(w)", alike=True, own=False),
             Crossing('axes.to_local(w, grad="whole")', alike=True, own=False),
@@ -495,9 +499,8 @@ ROWS = (
 CLOSING = """
 ## Autocast, forward mode and torch.func
 
-Under `torch.autocast` the operands of an einsum are cast to its dtype before the product, but for float64; reductions
-keep the dtype of their tensor. Gradients come back in the dtype of the operand. Backward may run inside of the block or
-outside.
+Under `torch.autocast` the operands of an einsum are cast to autocast's dtype before the product, except float64. Reductions keep the dtype of their
+tensor. A gradient has the dtype of its operand. The backward pass may run inside or outside of the block.
 
 ```python
 import axes, torch
@@ -509,14 +512,12 @@ with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
     print(y.dtype, w.grad.dtype)
 ```
 
-Forward-mode differentiation (`torch.autograd.forward_ad`) is a `ShardingError`, on every rank and before anything is
-sent: a collective sends the numbers of a tensor and not its tangent. Write `torch.autograd.functional.jvp`, which goes
-by backward, of plain tensors and of DTensors.
+Forward-mode differentiation (`torch.autograd.forward_ad`) raises a `ShardingError` on every rank, before anything is sent: a collective sends the values of a
+tensor and not its tangent. Write `torch.autograd.functional.jvp`, which uses the backward pass, for plain tensors and DTensors.
 
-Transforms of `torch.func` (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`) wrap tensors, and a collective
-sends numbers, so inside of one every operation is a `ShardingError`, on every rank and before anything is sent; so is
-`vectorize=True`. Write `torch.autograd.grad`, with `create_graph=True` for higher derivatives, or
-`torch.autograd.functional`. `torch.func.functional_call` transforms nothing, and works.
+The transforms of `torch.func` (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`) wrap tensors, and a collective can't send a wrapped tensor.
+Inside of a transform every operation of axes raises a `ShardingError`; so does `vectorize=True`. Write `torch.autograd.grad`, with
+`create_graph=True` for higher derivatives, or `torch.autograd.functional`. `torch.func.functional_call` works: it transforms nothing.
 """
 """What stands below the tables."""
 
@@ -585,18 +586,16 @@ INTRODUCTION = f"""# Gradients
 
 {WRITTEN}
 
-A tensor is replicated (R), split (S) or pending (P) over an axis, and so is its gradient, but not always the same way.
-What the one tells of the other depends on the view.
+Over an axis a tensor is replicated (R), split (S) or pending (P; torch's `Partial`). So is its gradient, but not always in the same way. How the
+gradient is sharded depends on the view.
 
-- **Global view**, of DTensors: there is one tensor, one loss and one gradient, which may arrive in any sharding.
-  Nothing is reduced before something needs it. A leaf's gradient is resolved once, to the leaf's own sharding, when
-  all that goes into it has been added up.
-- **Local view**, of plain tensors: each rank has a tensor and a loss of its own, and the sum of all losses is what
-  backward differentiates. So the gradient of a replicated value is this rank's summand of it, which is pending, and the
-  gradient of a pending value is replicated. `same` (I) declares a replica whose gradient is whole on every rank.
+- **Global view**: DTensors. There is one tensor, one loss and one gradient, which may arrive in any sharding. Nothing is reduced before something
+  needs it. The gradient of a leaf is reduced once, to the leaf's own sharding, after all its parts have been added up.
+- **Local view**: plain tensors. Each rank has its own tensor and its own loss, and the backward pass differentiates the sum of all losses. So the
+  gradient of a replicated value is pending: each rank has one term. The gradient of a pending value is replicated. `same` (I) declares a
+  replicated value whose gradient is whole on every rank.
 
-A weight of a data-parallel model, in the global view: what arrives is pending over `dp`, and what is left in `.grad`
-isn't.
+Here is a weight of a data-parallel model, in the global view. Its gradient arrives pending over `dp`. `.grad` is reduced:
 
 ```python
 import axes, torch
@@ -609,16 +608,14 @@ with axes.simulate(4):
     axes.spec_of(w.grad)
 ```
 
-What axes makes (`shard`, `from_local`, `zeros` and so on) resolves its gradient whoever uses it first, torch's own
-operations included, and whenever it comes to need one. What torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy)
-does from the first operation of axes on.
+A leaf that axes makes (`shard`, `from_local`, `zeros` and so on) reduces its gradient, whichever operation uses it first, torch's own included. A tensor that
+torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy) reduces its gradient from the first operation of axes on.  For a gradient that stays pending, use `w.view_as(w)` in the place of `w`.
 
-A gradient is differentiable in turn: with `create_graph=True` second derivatives and those after them are one device's,
-across the border as well, where `same` stays `same`.
+A gradient can be differentiated again. With `create_graph=True` second and higher derivatives are those of one device, also across the border
+between the views.
 
-Below, four ranks run each row: forward, then backward for each way in which the gradient may arrive. The tables show
-the collectives that ran (in the global view with the one that resolves the leaf's gradient, if it needs one), how the
-gradient comes to the leaf, and how far value and gradients are off those of one device without any mesh. In the local
-view tensors come out of DTensors by `axes.to_local` and go back by `axes.from_local`, with `grad="summed"`: only across
-them is a gradient the one-device one. A permutation is an all-to-all in which each rank sends to one. The ranks are
-processes over gloo, where a reduce-scatter of the planner's runs as an exchange and a local sum."""
+In the tables below four ranks run each row: forward, then backward for each sharding in which the gradient may arrive. The tables show the collectives that
+ran, the sharding of the leaf's gradient, and the largest difference of values and gradients from one device. In the global view the collectives
+include the one that reduces the leaf's gradient. In the local view tensors come out of DTensors by `axes.to_local` and go back by
+`axes.from_local`, both with `grad="summed"`: only then is the gradient the one of one device. A permutation is an all-to-all in which each rank sends to one
+other. The ranks are processes over gloo, which runs a planned reduce-scatter as an exchange and a local sum."""
