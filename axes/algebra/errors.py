@@ -32,25 +32,68 @@ class AxesError(Exception):
 
 
 class SizeError(AxesError):
-    """Sizes that are missing, contradict each other or don't divide."""
+    """Sizes that are missing, disagree, or don't divide.
+
+    Examples:
+        >>> import axes
+        >>> try:
+        ...     axes.Mesh("dp=2 tp=3", ranks=range(8))
+        ... except axes.SizeError as error:
+        ...     print(str(error).partition("    ")[0])
+        dp=2 * tp=3 is 6, not 8
+    """
 
 
 class ShardingError(AxesError):
-    """A sharding that can't be (an axis used twice), or that isn't what the expression says."""
+    """A sharding that isn't valid, or a tensor that isn't sharded as a call needs it.
+
+    Examples:
+        >>> import axes
+        >>> try:
+        ...     axes.Mesh("dp=2 tp=2").sharding("b@tp s@tp")
+        ... except axes.ShardingError as error:
+        ...     print(str(error).partition(";")[0])
+        axis 'tp' is used twice: in b@tp and in s@tp
+    """
 
 
 class MeshError(AxesError):
-    """A mesh, an axis or a layout that can't be, or that doesn't exist."""
+    """A mesh, an axis or a layout that isn't valid, or that doesn't exist.
+
+    Examples:
+        >>> import axes
+        >>> try:
+        ...     axes.Mesh("dp=2 tp=2").axis("db")
+        ... except axes.MeshError as error:
+        ...     print(error)
+        the mesh has no axis 'db'; known: dp, tp
+    """
 
 
 class DesyncError(AxesError):
-    """Ranks that disagree, or that never came."""
+    """Ranks that disagree, or a rank that didn't come. The message names the ranks, and the lines of the program.
+
+    Examples:
+        >>> import axes
+        >>> issubclass(axes.DesyncError, axes.AxesError)
+        True
+    """
 
 
 class ExpressionError(AxesError):
-    """Text that isn't in the grammar, or names two dims alike; shown with a caret under the place.
+    """A text that isn't in the grammar, or a name where it can't be. The message has a caret under the place.
 
-    `text` is the whole expression, `start` and `stop` the offending characters.
+    `text` is the whole expression, `start` and `stop` are the offending characters.
+
+    Examples:
+        >>> import axes
+        >>> try:
+        ...     axes.Mesh("dp=2 tp=2").sharding("b@")
+        ... except axes.ExpressionError as error:
+        ...     print(error)
+        expected an axis name, '*' or '(' after '@', found the end
+          b@
+            ^
     """
 
     def __init__(self, message: str, text: str = "", start: int = 0, stop: int | None = None):

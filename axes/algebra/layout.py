@@ -99,8 +99,9 @@ class Layout(tuple[Digit, ...]):
     def of(cls, found: Iterable[Digit]) -> Layout:
         """The layout with these digits.
 
-        >>> Layout.of([(2, 4), (2, 2)])
-        4:2
+        Examples:
+            >>> Layout.of([(2, 4), (2, 2)])
+            4:2
         """
         pairs = tuple_of(found)
         if pairs is None or not {*map(type, pairs)} <= {tuple, list} or not {*map(len, pairs)} <= {2}:
@@ -129,8 +130,9 @@ class Layout(tuple[Digit, ...]):
     def offset(self, index: int) -> int:
         """The offset of coordinate `index`, `0 <= index < size`.
 
-        >>> Layout((2, 4), (1, 2)).offset(5)
-        3
+        Examples:
+            >>> Layout((2, 4), (1, 2)).offset(5)
+            3
         """
         at = whole_number(index)
         if at is None or not 0 <= at < self.size:
@@ -144,8 +146,9 @@ class Layout(tuple[Digit, ...]):
     def offsets(self, start: int = 0) -> Sequence[int]:
         """The offsets of all coordinates in order, from `start` on, lazily where they are evenly spaced.
 
-        >>> Layout((2,), (4,)).offsets()
-        range(0, 8, 4)
+        Examples:
+            >>> Layout((2,), (4,)).offsets()
+            range(0, 8, 4)
         """
         if len(self) <= 1:
             size, stride = self[0] if self else (1, 1)
@@ -158,8 +161,9 @@ class Layout(tuple[Digit, ...]):
     def coordinate(self, position: int) -> int:
         """The coordinate on this axis of any position: what the digits of `position` read.
 
-        >>> Layout((2, 4), (1, 2)).coordinate(3)
-        5
+        Examples:
+            >>> Layout((2, 4), (1, 2)).coordinate(3)
+            5
         """
         # Asked of every rank for every layout: the check would take longer than the answer.
         at = position if type(position) is int and position >= 0 else checked_rank("a position", position)
@@ -173,8 +177,9 @@ class Layout(tuple[Digit, ...]):
 
         Raises `SizeError` where the sizes don't multiply to this size or cut a digit.
 
-        >>> Layout((8,), (1,)).split((2, 4))
-        (2:4, 4:1)
+        Examples:
+            >>> Layout((8,), (1,)).split((2, 4))
+            (2:4, 4:1)
         """
         found = whole_numbers(sizes)
         if found is None or any(size < 1 for size in found) or math.prod(found) != self.size:
@@ -199,8 +204,9 @@ class Layout(tuple[Digit, ...]):
     def product(*layouts: Layout) -> Layout:
         """The layouts flattened into one, the first the slowest. They must not overlap.
 
-        >>> Layout.product(Layout((2,), (4,)), Layout((4,), (1,)))
-        8:1
+        Examples:
+            >>> Layout.product(Layout((2,), (4,)), Layout((4,), (1,)))
+            8:1
         """
         return Layout._joined(chain.from_iterable(map(checked_layout, layouts)))
 
@@ -209,8 +215,9 @@ class Layout(tuple[Digit, ...]):
 
         Raises `MeshError` where its digits aren't digits of these positions.
 
-        >>> Layout((2,), (4,)).complement(16)
-        (2:8, 4:1)
+        Examples:
+            >>> Layout((2,), (4,)).complement(16)
+            (2:8, 4:1)
         """
         return Layout((size,), (1,)).divide(self)
 
@@ -219,8 +226,9 @@ class Layout(tuple[Digit, ...]):
 
         Raises `MeshError` where `other` isn't made of this layout's digits.
 
-        >>> Layout((8,), (1,)).divide(Layout((2,), (2,)))
-        (2:4, 2:1)
+        Examples:
+            >>> Layout((8,), (1,)).divide(Layout((2,), (2,)))
+            (2:4, 2:1)
         """
         mine, theirs = digits(self, checked_layout(other))
         taken = set(theirs)
@@ -231,8 +239,9 @@ class Layout(tuple[Digit, ...]):
     def contains(self, other: Layout) -> bool:
         """Whether every digit of `other` is a digit of this layout, in whatever order.
 
-        >>> Layout((8,), (1,)).contains(Layout((2, 2), (1, 4)))
-        True
+        Examples:
+            >>> Layout((8,), (1,)).contains(Layout((2, 2), (1, 4)))
+            True
         """
         found = common_digits((self, checked_layout(other)))
         return found is not None and set(found[other]) <= set(found[self])
@@ -240,8 +249,9 @@ class Layout(tuple[Digit, ...]):
     def overlaps(self, other: Layout) -> bool:
         """Whether the two read a common digit (or cut each other's digits).
 
-        >>> Layout((4,), (2,)).overlaps(Layout((2,), (4,)))
-        True
+        Examples:
+            >>> Layout((4,), (2,)).overlaps(Layout((2,), (4,)))
+            True
         """
         return any(
             stride < size_ * stride_ and stride_ < size * stride

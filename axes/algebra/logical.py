@@ -75,20 +75,22 @@ class Choice:
 
 @dataclass(init=False, repr=False, unsafe_hash=True)
 class Rules:
-    """A table from logical names to mesh axes.
+    """A table from logical names of dims to axes of the mesh.
 
-    Rules are tried in order. One applies to a dim of its name that has no split yet, where the tensor uses none
-    of the rule's axes so far and the dim divides into them; where none applies the dim stays whole. A name may have
-    several rules (in a list of pairs). None says that a dim stays whole; a name without a rule is an error, unless
-    the table ends with `...` = None.
+    Rules are tried in order. A rule applies to a dim of its name if the dim isn't split yet, the tensor uses none of
+    the rule's axes, and the size divides. A dim without such a rule stays whole. A name may have several rules, in a
+    list of pairs. `None` keeps a dim whole. A name that the table lacks is an error, unless the table ends with
+    `("...", None)`. Like the logical axis rules of Flax and MaxText.
 
-    With `strict` a rule whose axes don't divide the dim is a `SizeError` instead of being passed over, also where a
-    later rule of the name would apply. An axis that another dim uses is passed over all the same.
+    With `strict=True` a rule that doesn't divide is a `SizeError`. An axis that another dim uses is passed over all
+    the same.
 
-    Raises `ShardingError` for what isn't such a table.
+    Raises:
+        ShardingError: The argument isn't a table of rules.
 
-    >>> Rules([("mlp", "tp"), ("embed", ("dp", "tp")), ("embed", "dp"), ("...", None)])
-    Rules([('mlp', 'tp'), ('embed', ('dp', 'tp')), ('embed', 'dp'), ('...', None)])
+    Examples:
+        >>> Rules([("mlp", "tp"), ("embed", ("dp", "tp")), ("embed", "dp"), ("...", None)])
+        Rules([('mlp', 'tp'), ('embed', ('dp', 'tp')), ('embed', 'dp'), ('...', None)])
     """
 
     rules: tuple[Rule, ...]
@@ -278,11 +280,15 @@ def checked_rules(rules: object, function: str) -> Rules:
 
 @contextmanager
 def use_rules(rules: Rules) -> Iterator[Rules]:
-    """Makes `rules` those of a block: `constrain`, `shard` and `shard_module` read specs by them.
+    """Make rules the ambient ones of a block: `constrain`, `shard` and `shard_module` read specs by them.
 
-    >>> with use_rules(Rules(batch="dp", embed=None)):
-    ...     ambient_rules().names
-    ('batch', 'embed')
+    Args:
+        rules: The table.
+
+    Examples:
+        >>> with use_rules(Rules(batch="dp", embed=None)):
+        ...     ambient_rules().names
+        ('batch', 'embed')
     """
     ambient_stack.rules.append(checked_rules(rules, "use_rules"))
     try:

@@ -49,20 +49,28 @@ _FIELDS = ("universe", "axis_names", "namespace", "ranks_per_node", "binding", "
 
 
 class Mesh(providers.Pictured):
-    """Named axes over ranks, from text. Algebra alone: no process, no device, any number of ranks.
+    """Named axes over ranks. It is algebra: it needs no process and no device, for any number of ranks.
 
-    `declaration` lists the axes, slowest first (`"pp dp=2 tp"`); each of `equations` gives further
-    names for the same ranks. Sizes stand inline, as keywords or in `sizes=`; one that is left out
-    follows from the others and from the number of `ranks`. `ranks` is any sequence of distinct
-    global ranks, by default as many as the sizes multiply to, from 0. `ranks_per_node` tells the
-    cost model where nodes end. Its `layout_of_all` is the axes flattened into one, in their order; its
-    `extent` the same ranks in the order of the universe.
+    `axes.init_mesh` makes the same mesh bound to a job. Like `torch.distributed.DeviceMesh` and JAX's `Mesh`, with
+    further names for the same ranks.
 
-    Raises `ExpressionError` for text outside the grammar, `SizeError` for sizes that don't follow,
-    don't divide or contradict, `MeshError` for names and ranks that can't be.
+    Args:
+        declaration: The axes, slowest first: `"pp dp=2 tp"`. A size that is left out follows from the number of
+            ranks.
+        *equations: Further names for the same ranks: `"fsdp = dp cp"`, `"(dp cp) = rows cols"`.
+        ranks: Distinct global ranks in the order of the mesh; by default as many as the sizes multiply to, from 0.
+        ranks_per_node: How many consecutive ranks share a node, for the cost model.
+        sizes: Sizes of names, for names that collide with a parameter.
+        **keywords: Sizes of names.
 
-    >>> Mesh("dp tp=4", ranks=range(8)).shape
-    {'dp': 2, 'tp': 4}
+    Raises:
+        ExpressionError: The text isn't a declaration.
+        SizeError: Sizes don't follow, don't divide or disagree.
+        MeshError: Names or ranks aren't valid.
+
+    Examples:
+        >>> Mesh("dp tp=4", ranks=range(8)).shape
+        {'dp': 2, 'tp': 4}
     """
 
     universe: Universe
@@ -163,8 +171,9 @@ class Mesh(providers.Pictured):
     def layout(self, name: str) -> Layout:
         """What a name means; `MeshError` with the nearest name for one that isn't known.
 
-        >>> Mesh("dp=2 tp=4").layout("dp")
-        2:4
+        Examples:
+            >>> Mesh("dp=2 tp=4").layout("dp")
+            2:4
         """
         found = self.namespace.get(name) if isinstance(name, str) else None
         if found is None:
@@ -174,8 +183,9 @@ class Mesh(providers.Pictured):
     def axis(self, name: str) -> Axis:
         """The axis of a name, seen from this mesh's rank.
 
-        >>> Mesh("dp=2 tp=4").at(6).axis("tp").index
-        2
+        Examples:
+            >>> Mesh("dp=2 tp=4").at(6).axis("tp").index
+            2
         """
         return Axis(self, name, self.layout(name))
 
@@ -199,9 +209,10 @@ class Mesh(providers.Pictured):
 
         Raises what `mesh[names]` raises; a name that the mesh doesn't have is an error, too.
 
-        >>> mesh = Mesh("dp=2 tp=1")
-        >>> mesh.get("dp"), mesh.get("tp")
-        (Mesh('dp=2 tp=1')['dp'], None)
+        Examples:
+            >>> mesh = Mesh("dp=2 tp=1")
+            >>> mesh.get("dp"), mesh.get("tp")
+            (Mesh('dp=2 tp=1')['dp'], None)
         """
         found = self[names]
         return found if found.size > 1 else None
@@ -212,8 +223,9 @@ class Mesh(providers.Pictured):
     def coordinate(self) -> dict[str, int] | None:
         """This rank's coordinate on each axis, or None outside the mesh's ranks.
 
-        >>> Mesh("dp=2 tp=4").at(6).coordinate
-        {'dp': 1, 'tp': 2}
+        Examples:
+            >>> Mesh("dp=2 tp=4").at(6).coordinate
+            {'dp': 1, 'tp': 2}
         """
         position = self.universe.position(self.rank)
         if position is None:
@@ -224,8 +236,9 @@ class Mesh(providers.Pictured):
     def ranks(self) -> list[Any]:
         """Global ranks as nested lists, one level per axis: of the mesh that holds this rank.
 
-        >>> Mesh("dp=2 tp=2", ranks=[0, 2, 1, 3]).ranks
-        [[0, 2], [1, 3]]
+        Examples:
+            >>> Mesh("dp=2 tp=2", ranks=[0, 2, 1, 3]).ranks
+            [[0, 2], [1, 3]]
         """
         flat = self.ranks_of(self.layout_of_all)
         if flat is None:
@@ -258,8 +271,9 @@ class Mesh(providers.Pictured):
     def at(self, rank: int) -> Mesh:
         """The same mesh seen from another global rank, a member or not.
 
-        >>> Mesh("dp=2 tp=4").at(5).coordinate
-        {'dp': 1, 'tp': 1}
+        Examples:
+            >>> Mesh("dp=2 tp=4").at(5).coordinate
+            {'dp': 1, 'tp': 1}
         """
         return self._seen_from(checked_rank("a rank", rank))
 
@@ -282,9 +296,10 @@ class Mesh(providers.Pictured):
 
         Raises `ExpressionError`, `SizeError`, and `MeshError` where a name already means other ranks.
 
-        >>> mesh = Mesh("dp=8 tp=2")
-        >>> mesh.rearrange("(replicate shard) tp -> replicate fsdp=(shard tp)", shard=4).shape
-        {'replicate': 2, 'fsdp': 8}
+        Examples:
+            >>> mesh = Mesh("dp=8 tp=2")
+            >>> mesh.rearrange("(replicate shard) tp -> replicate fsdp=(shard tp)", shard=4).shape
+            {'replicate': 2, 'fsdp': 8}
         """
         given = written_sizes(keywords, sizes)
         checked_text(expression)
@@ -293,18 +308,20 @@ class Mesh(providers.Pictured):
     def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Explanation:
         """How `rearrange` reads an expression: the sizes solved and the layout operations.
 
-        >>> print(Mesh("dp=8 tp=2").explain("(a b) tp -> tp a b", a=2))
-        (dp tp) read as  (a=2 b=4) tp=2  ->  tp=2 a=2 b=4
-          split    dp 8:2  ->  a 2:8, b 4:2
-          permute  tp a b
+        Examples:
+            >>> print(Mesh("dp=8 tp=2").explain("(a b) tp -> tp a b", a=2))
+            (dp tp) read as  (a=2 b=4) tp=2  ->  tp=2 a=2 b=4
+              split    dp 8:2  ->  a 2:8, b 4:2
+              permute  tp a b
         """
         return rearranged(self.axis_names, self.namespace, expression, dict(written_sizes(keywords, sizes)))[2]
 
     def define(self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with more names for the same ranks.
 
-        >>> Mesh("dp=2 cp=2 tp=2").define("loss = dp cp").names["loss"]
-        4
+        Examples:
+            >>> Mesh("dp=2 cp=2 tp=2").define("loss = dp cp").names["loss"]
+            4
         """
         parsed = [parse_equation(text) for text in equations]
         return self._with(namespace=defined(self.namespace, parsed, keywords, sizes))
@@ -334,8 +351,9 @@ class Mesh(providers.Pictured):
         `sizes` and keywords are the sizes of factors of grouped dims, where they can't be left open.
         Raises `MeshError` for an axis that the mesh doesn't have, `ShardingError` for one that is used twice.
 
-        >>> Mesh("dp=2 tp=4").sharding("b@dp (h@tp d)", h=8).local_shape((4, 64))
-        (2, 16)
+        Examples:
+            >>> Mesh("dp=2 tp=4").sharding("b@dp (h@tp d)", h=8).local_shape((4, 64))
+            (2, 16)
         """
         return parsed_sharding(self, spec, written_sizes(keywords, sizes))
 
@@ -400,8 +418,9 @@ class Mesh(providers.Pictured):
     def declared(self) -> tuple[str, ...]:
         """The first names that share no ranks, if they have all ranks; else the axes.
 
-        >>> Mesh("dp=2 tp=4", "all = dp tp")["tp",].declared
-        ('dp', 'tp')
+        Examples:
+            >>> Mesh("dp=2 tp=4", "all = dp tp")["tp",].declared
+            ('dp', 'tp')
         """
         found: list[str] = []
         for name, layout in self.namespace.items():
@@ -414,8 +433,9 @@ class Mesh(providers.Pictured):
     def declaration(self) -> str:
         """Canonical text: axes with sizes, then every further name; equal for equal namespaces.
 
-        >>> Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp").declaration
-        'dp=2 cp=2 tp=2; fsdp = dp cp'
+        Examples:
+            >>> Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp").declaration
+            'dp=2 cp=2 tp=2; fsdp = dp cp'
         """
         return "; ".join(
             [self._sizes(self.axis_names), *(f"{name} = {self.described(name)}" for name in self._further())]
@@ -424,9 +444,10 @@ class Mesh(providers.Pictured):
     def described(self, name: str) -> str:
         """A name in terms of the axes, or of its digits where it cuts them.
 
-        >>> mesh = Mesh("dp=4 tp=2", "(dp tp) = rows ep", ep=4)
-        >>> mesh.described("ep")
-        '4:1'
+        Examples:
+            >>> mesh = Mesh("dp=4 tp=2", "(dp tp) = rows ep", ep=4)
+            >>> mesh.described("ep")
+            '4:1'
         """
         layout = self.layout(name)
         return " ".join(self.factored(layout) or [str(layout)])
@@ -434,8 +455,9 @@ class Mesh(providers.Pictured):
     def factored(self, layout: Layout) -> list[str] | None:
         """The axes of the mesh whose product, in that order, is `layout`; None where it cuts one.
 
-        >>> Mesh("dp=2 cp=2 tp=2").factored(Layout((2, 2), (1, 4)))
-        ['tp', 'dp']
+        Examples:
+            >>> Mesh("dp=2 cp=2 tp=2").factored(Layout((2, 2), (1, 4)))
+            ['tp', 'dp']
         """
         parts = self.parts(layout, self.layouts)
         return [self.called(part) for part in parts] if {*self.layouts}.issuperset(parts) else None
@@ -443,9 +465,10 @@ class Mesh(providers.Pictured):
     def calls(self, layout: Layout) -> tuple[str, ...]:
         """A layout by the longest names that the mesh has for its digits; what has none is called by its digits.
 
-        >>> mesh = Mesh("dp=2 cp=2 tp=2", "both = dp cp")
-        >>> print(*mesh.calls(Layout((2, 4), (1, 2))), *mesh.calls(Layout((8,), (1,))), *mesh.calls(Layout((4,), (1,))))
-        tp both both tp cp tp
+        Examples:
+            >>> mesh = Mesh("dp=2 cp=2 tp=2", "both = dp cp")
+            >>> print(*mesh.calls(Layout((2, 4), (1, 2))), *mesh.calls(Layout((8,), (1,))))
+            tp both both tp
         """
         return tuple(map(self.called, self.parts(layout)))
 
@@ -463,8 +486,9 @@ class Mesh(providers.Pictured):
     def called(self, layout: Layout) -> str:
         """The axis that has a layout, or the first further name that the mesh has for it, else its digits.
 
-        >>> Mesh("dp=2 tp=2").called(Layout((2,), (2,)))
-        'dp'
+        Examples:
+            >>> Mesh("dp=2 tp=2").called(Layout((2,), (2,)))
+            'dp'
         """
         names = (*self.axis_names, *self.namespace)
         return next((name for name in names if self.namespace[name] == layout), str(layout))
@@ -474,8 +498,9 @@ class Mesh(providers.Pictured):
 
         Raises `MeshError` for a name that isn't one.
 
-        >>> Mesh("dp=2 pp=1").splits(["pp", "dp"])
-        (2:1,)
+        Examples:
+            >>> Mesh("dp=2 pp=1").splits(["pp", "dp"])
+            (2:1,)
         """
         return tuple([layout for layout in map(self.layout, names) if layout.size > 1])
 
@@ -489,8 +514,9 @@ class Mesh(providers.Pictured):
     def made_of(self, layouts: Iterable[Layout]) -> list[str] | None:
         """The axes of the mesh that have the digits of `layouts` in any order; None where those cut an axis.
 
-        >>> Mesh("dp=2 tp=4").made_of([Layout((2,), (2,)), Layout((2,), (1,))])
-        ['tp']
+        Examples:
+            >>> Mesh("dp=2 tp=4").made_of([Layout((2,), (2,)), Layout((2,), (1,))])
+            ['tp']
         """
         whole = Layout.product(*layouts)
         made = [name for name, axis in self.axes.items() if axis.size > 1 and whole.contains(axis)]
@@ -535,9 +561,10 @@ class Mesh(providers.Pictured):
 class Axis:
     """One axis of a mesh, seen from the mesh's rank: a name and its ranks.
 
-    >>> axis = Mesh("dp=2 tp=4").at(6).axis("dp")
-    >>> axis.name, axis.size, axis.stride, axis.index, list(axis.ranks)
-    ('dp', 2, 4, 1, [2, 6])
+    Examples:
+        >>> axis = Mesh("dp=2 tp=4").at(6).axis("dp")
+        >>> axis.name, axis.size, axis.stride, axis.index, list(axis.ranks)
+        ('dp', 2, 4, 1, [2, 6])
     """
 
     __slots__ = ("layout", "mesh", "name")
@@ -570,8 +597,9 @@ class Axis:
     def ranks_of(self, rank: int) -> Sequence[int]:
         """Global ranks along the axis through any rank; `MeshError` for one outside the mesh.
 
-        >>> list(Mesh("dp=2 tp=4").axis("tp").ranks_of(6))
-        [4, 5, 6, 7]
+        Examples:
+            >>> list(Mesh("dp=2 tp=4").axis("tp").ranks_of(6))
+            [4, 5, 6, 7]
         """
         universe = self.mesh.universe
         return universe.group(self.layout, universe.ranks[self.mesh._position(rank)])
@@ -579,8 +607,9 @@ class Axis:
     def all_ranks(self) -> list[Sequence[int]]:
         """The ranks of every line along the axis; each rank of the universe is in one.
 
-        >>> [list(line) for line in Mesh("dp=2 tp=2").axis("dp").all_ranks()]
-        [[0, 2], [1, 3]]
+        Examples:
+            >>> [list(line) for line in Mesh("dp=2 tp=2").axis("dp").all_ranks()]
+            [[0, 2], [1, 3]]
         """
         ranks = self.mesh.universe.ranks
         firsts = sorted(self.layout.complement(len(ranks)).offsets())
@@ -636,13 +665,20 @@ def pop_mesh() -> None:
 
 @contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Makes `mesh` the ambient mesh of a block: names in expressions are looked up in it.
+    """Make a mesh the ambient mesh of a block: calls without `mesh=` use it.
 
-    As JAX's `jax.set_mesh`. Also written `with mesh:`, which `torch.compile` doesn't know how to enter.
+    Also written `with mesh:`, which `torch.compile` can't enter. Like JAX's `jax.set_mesh`.
 
-    >>> with use_mesh(Mesh("dp=2 tp=4")):
-    ...     required_mesh(None, "shard").size
-    8
+    Args:
+        mesh: The mesh.
+
+    Raises:
+        MeshError: `mesh` isn't a mesh.
+
+    Examples:
+        >>> with use_mesh(Mesh("dp=2 tp=4")):
+        ...     required_mesh(None, "shard").size
+        8
     """
     push_mesh(checked_mesh(mesh))
     try:

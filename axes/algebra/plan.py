@@ -363,23 +363,38 @@ def plan(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Plan:
-    """The cheapest sequence of collectives from one sharding to another, as `reshard` would choose it.
+    """Find the collectives that take a tensor from one sharding to another, as `axes.reshard` runs them.
 
-    `source` and `target` are whole specs (a bare dim is unsplit) or `Sharding`s, `shape` is the whole
-    shape, `dtype` a torch dtype or its name. Names are those of `mesh`, the ambient one by default, or
-    of `source_mesh` and `target_mesh`: another factorization of the same ranks, or other ranks.
-    Keywords are sizes of factors of grouped dims. `cost_model` has the numbers that decide between the
-    candidates. No process is needed, and the time doesn't depend on the number of ranks.
+    No process is needed, and the time doesn't depend on the number of ranks. The search follows Rink et al.,
+    "Memory-efficient array redistribution through portable collective communication" (2021).
 
-    `plan.steps` are seen from the mesh's rank (`mesh.at(rank)`): each has `kind`, `axes`, `ranks`,
-    `group_size`, `bytes_in` and `bytes_out`. Raises `ShardingError` where nothing takes the source to the
-    target. The idea of searching redistributions is that of Rink et al., "Memory-efficient array
-    redistribution through portable collective communication" (2021).
+    Args:
+        source: The sharding of the tensor, a spec or a `Sharding`. A spec is complete: a dim without an `@` is
+            unsplit.
+        target: The sharding of the result, in the same form.
+        shape: The whole shape.
+        mesh: The mesh of both, by default the ambient one.
+        dtype: A torch dtype or its name.
+        cost_model: The numbers that decide between candidates.
+        source_mesh: The mesh of the source, where it differs: another factorization of the same ranks, or other
+            ranks.
+        target_mesh: The mesh of the target, in the same way.
+        sizes: Sizes of factors of grouped dims, for names that collide with a parameter.
+        **keywords: Sizes of factors of grouped dims.
 
-    >>> from axes.algebra.mesh import Mesh
-    >>> print(plan("b@dp s@tp d", "b@dp s d@tp", (8, 2048, 4096), mesh=Mesh("dp=2 tp=4"), dtype="bfloat16"))
-    b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
-      1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
+    Returns:
+        A `Plan`, seen from the mesh's rank.
+
+    Raises:
+        ShardingError: No sequence of collectives takes the source to the target.
+        SizeError: Sizes don't follow or don't divide.
+        MeshError: There is no mesh, or it lacks an axis.
+
+    Examples:
+        >>> from axes.algebra.mesh import Mesh
+        >>> print(plan("b@dp s@tp d", "b@dp s d@tp", (8, 2048, 4096), mesh=Mesh("dp=2 tp=4"), dtype="bfloat16"))
+        b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
+          1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
     """
     shape = checked_tensor_shape(shape)
     known = dict.fromkeys(name for end in (source, target) if isinstance(end, str) for name in factors_by_name(end))

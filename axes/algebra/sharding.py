@@ -186,9 +186,10 @@ class Sharding(providers.Pictured):
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> Shape:
         """The shape of the shard on a global rank, this one by default.
 
-        >>> from axes.algebra.mesh import Mesh
-        >>> Mesh("cp=2 tp=2").sharding("s@(cp tp)").local_shape((5,), rank=0)
-        (2,)
+        Examples:
+            >>> from axes.algebra.mesh import Mesh
+            >>> Mesh("cp=2 tp=2").sharding("s@(cp tp)").local_shape((5,), rank=0)
+            (2,)
         """
         parts = self._parts(checked_shape(shape), self.mesh._position(rank))
         return tuple([math.prod([stop - start for start, stop in each]) for _, each in parts])
@@ -198,9 +199,10 @@ class Sharding(providers.Pictured):
 
         Per dim a `slice`, or a tuple of slices in order where the shard isn't contiguous.
 
-        >>> from axes.algebra.mesh import Mesh
-        >>> Mesh("tp=2").sharding("(three heads@tp)", three=3).local_indices((12,), rank=1)
-        ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)),)
+        Examples:
+            >>> from axes.algebra.mesh import Mesh
+            >>> Mesh("tp=2").sharding("(three heads@tp)", three=3).local_indices((12,), rank=1)
+            ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)),)
         """
         held = self._tile_at(checked_shape(shape), self.mesh._position(rank))
         return tuple(slice(*runs[0]) if len(runs) == 1 else tuple(slice(*run) for run in runs) for runs in held)
@@ -208,9 +210,10 @@ class Sharding(providers.Pictured):
     def tile(self, shape: Sequence[int], rank: int) -> Tile | None:
         """What a global rank holds: for each dim its runs of indices; None for a rank outside the universe.
 
-        >>> from axes.algebra.mesh import Mesh
-        >>> Mesh("tp=2").sharding("(three heads@tp) d", three=3).tile((12, 5), 1)
-        (((2, 4), (6, 8), (10, 12)), ((0, 5),))
+        Examples:
+            >>> from axes.algebra.mesh import Mesh
+            >>> Mesh("tp=2").sharding("(three heads@tp) d", three=3).tile((12, 5), 1)
+            (((2, 4), (6, 8), (10, 12)), ((0, 5),))
         """
         position = self.universe.position(checked_rank("a rank", rank))
         return None if position is None else self._tile_at(checked_shape(shape), position)
@@ -240,11 +243,12 @@ class Sharding(providers.Pictured):
         Without a `shape`, for every shape that all splits divide. With one, for that shape: the
         cuts of a dim that doesn't divide depend on how its axes are grouped.
 
-        >>> from axes.algebra.mesh import Mesh
-        >>> mesh = Mesh("cp=2 tp=2", "both = cp tp")
-        >>> one, two = mesh.sharding("s@both"), mesh.sharding("s@(cp tp)")
-        >>> one.is_equivalent(two), one.is_equivalent(two, (5,))
-        (True, False)
+        Examples:
+            >>> from axes.algebra.mesh import Mesh
+            >>> mesh = Mesh("cp=2 tp=2", "both = cp tp")
+            >>> one, two = mesh.sharding("s@both"), mesh.sharding("s@(cp tp)")
+            >>> one.is_equivalent(two), one.is_equivalent(two, (5,))
+            (True, False)
         """
         shape = None if shape is None else checked_shape(shape)
         if not isinstance(other, Sharding):
@@ -278,10 +282,11 @@ class Sharding(providers.Pictured):
         Names no dims. With `shape`, raises
         `ShardingError` where that shape is cut otherwise than the spec says.
 
-        >>> from axes.algebra.mesh import Mesh
-        >>> from torch.distributed.tensor import Replicate, Shard
-        >>> Sharding.from_placements(Mesh("dp=2 tp=2"), [Shard(0), Replicate()], 2).spec
-        '_@dp _'
+        Examples:
+            >>> from axes.algebra.mesh import Mesh
+            >>> from torch.distributed.tensor import Replicate, Shard
+            >>> Sharding.from_placements(Mesh("dp=2 tp=2"), [Shard(0), Replicate()], 2).spec
+            '_@dp _'
         """
         count = whole_number(ndim)
         if count is None or not 0 <= count <= _MOST_DIMS:
@@ -304,9 +309,10 @@ class Sharding(providers.Pictured):
         """What planning sees of it for tensors of this shape: the sizes of all factors of groups, and of a group
         whose major factor alone is split, that the dim is.
 
-        >>> from axes.algebra.mesh import Mesh
-        >>> Mesh("dp=2 tp=2").sharding("(b@dp s) (qkv=3 heads@tp d)", b=4, d=4).at((8, 24)).spec
-        '(b s)@dp (qkv=3 heads=2@tp d=4)'
+        Examples:
+            >>> from axes.algebra.mesh import Mesh
+            >>> Mesh("dp=2 tp=2").sharding("(b@dp s) (qkv=3 heads@tp d)", b=4, d=4).at((8, 24)).spec
+            '(b s)@dp (qkv=3 heads=2@tp d=4)'
         """
         self.extents(shape)  # refuses what doesn't fit
         if self.is_plain:
@@ -325,9 +331,10 @@ class Sharding(providers.Pictured):
 
         Raises `ShardingError` for a mesh whose axes have others.
 
-        >>> from axes.algebra.mesh import Mesh
-        >>> Mesh("dp=2 tp=2").sharding("b@tp | sum@dp").on(Mesh("a=2 b=2")).spec
-        'b@b | sum@a'
+        Examples:
+            >>> from axes.algebra.mesh import Mesh
+            >>> Mesh("dp=2 tp=2").sharding("b@tp | sum@dp").on(Mesh("a=2 b=2")).spec
+            'b@b | sum@a'
         """
         if not isinstance(mesh, type(self.mesh)):
             raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {shown(mesh)}")

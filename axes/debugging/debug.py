@@ -91,38 +91,34 @@ def _left(
 
 
 def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None) -> contextlib.ExitStack:
-    """Has ranks compare each operation before they communicate, or records what they send: for a job that hangs, whose
-    numbers are wrong, or that is slow.
+    """Compare operations between ranks before they communicate, or record them: for a job that hangs, is slow, or
+    computes wrong numbers.
 
         axes.debug(check=True)                 # for the rest of the program
         with axes.debug(check=True): ...       # for a block
         axes.debug(trace="trace.json")         # each rank writes a file of its own: trace.0.json, ...
 
-    What isn't named stays as it is. `AXES_CHECK=1` and `AXES_TRACE=trace.json` in the environment are the same for the
-    whole program.
+    `AXES_CHECK=1` and `AXES_TRACE=trace.json` in the environment do the same for a whole program. Neither sees the
+    communication of torch's own operations on DTensors, or of compiled graphs.
 
-    **check.** A difference is a `DesyncError` on all ranks that would meet. It shows each side: the operation, its
-    expression, dtype and whole shape, which in the order of these ranks it is, and its line of the program. A rank that
-    doesn't come is named, with what it did last, when the time limit of the group is over. All ranks of the job call
-    it alike and wait for each other there, as they do in `axes.init_mesh`; `DesyncError` where one asks for something
-    else. A block ends on each rank by itself. Before the job has started it is part of what `init_mesh` compares. It
-    costs some store operations for each rank and operation: nothing to leave on.
+    Args:
+        check: Ranks compare the operation, its expression, dtype and whole shape. All ranks of the job call it, and
+            wait for each other. It takes some requests to the job's store for each operation: not for production.
+        trace: A path. Every collective is a line in the file, in Chrome's format: operation, line of the program,
+            axis, ranks, bytes, time. `{rank}` in the path, else the place before the suffix, becomes the rank. ""
+            ends the trace. `python -m axes trace FILE...` reads the files of all ranks together. It costs 10 to 20
+            microseconds for each collective.
 
-    **trace.** Every collective is in the file, in Chrome's own format: its operation, expression and line of the
-    program, axis, ranks, bytes, dtype, whether in a backward pass, when it was issued and how long it took; on a GPU
-    also by events on its stream. The rank stands for `{rank}` in the path, else before the suffix; "" ends the trace.
-    Files of an earlier job are written over. `python -m axes trace FILE...` says what took the time and which rank the
-    others waited for. Each rank decides for itself, and waits for nobody. It costs 5 to 10 microseconds for each
-    collective.
+    Raises:
+        DesyncError: Ranks differ, in an operation or in this call; raised on all of them, with the line of each.
+        AxesError: The file can't be written.
 
-    Both see what axes does, forward and backward; not what torch's own operations on DTensors send, and nothing in
-    compiled graphs. Raises `AxesError` where the file can't be written.
-
-    >>> import axes, torch
-    >>> with axes.simulate(8), debug(check=True):
-    ...     mesh = axes.init_mesh("dp=2 tp=4")
-    ...     axes.psum(torch.ones(3), "tp", mesh=mesh).shape
-    torch.Size([3])
+    Examples:
+        >>> import axes, torch
+        >>> with axes.simulate(8), debug(check=True):
+        ...     mesh = axes.init_mesh("dp=2 tp=4")
+        ...     axes.psum(torch.ones(3), "tp", mesh=mesh).shape
+        torch.Size([3])
     """
     if check is not None and not isinstance(check, bool):
         raise AxesError(f"axes.debug(check=): True or False; found {shown(check)}")

@@ -71,19 +71,30 @@ def launch(
     device_type: str = "cpu",
     timeout: float | None = None,
 ) -> list[T]:
-    """Run `fn(*args)` on `world_size` local processes; the results, by rank.
+    """Run a function on local processes, and return their results by rank.
 
-    `device_type`: "cpu" (gloo) or "cuda" (rank i has GPU i; nccl, and gloo for CPU tensors).
-    `timeout`: seconds for everything, None for no limit. `fn` is a function at the top level of a
-    module or script, or any function (a lambda, a notebook's) where `cloudpickle` is installed.
-    Arguments and results are what pickles, tensors go by value.
+    Each process has `torch.distributed` running, and the environment that torchrun sets. Like torchrun and
+    `torch.multiprocessing.spawn`. No process is left, after an error or an interrupt either.
 
-    Raises the exception of the rank that failed first: notes on it hold that rank's traceback and
-    how the other ranks ended. Raises `AxesError` for what can't be launched, before any process
-    starts; where a rank is killed; and when time is up, naming the ranks that hadn't finished and
-    where they were. In every case, an interrupt too, no rank is left.
+    Args:
+        fn: A function at the top level of a module or script. With `cloudpickle` installed, any function.
+        world_size: The number of processes, 1 to 256.
+        *args: Its arguments, the same for every rank. They are pickled; tensors are sent by value.
+        device_type: `"cpu"` (gloo), or `"cuda"` (rank i has GPU i; NCCL, and gloo for CPU tensors).
+        timeout: Seconds for the whole call; None for no limit.
 
-    The idea is `torchrun`'s and `torch.multiprocessing.spawn`'s.
+    Returns:
+        The results, in the order of the ranks.
+
+    Raises:
+        AxesError: The call can't be launched; a rank was killed; or the time is up, with the ranks that hadn't
+            finished and the lines where they were.
+        Exception: The exception of the rank that failed first. Its notes have that rank's traceback, and how the
+            other ranks ended.
+
+    Examples:
+        >>> launch(divmod, 2, 7, 2)
+        [(3, 1), (3, 1)]
     """
     _check(fn, world_size, device_type, timeout)
     deadline = math.inf if timeout is None else time.monotonic() + timeout

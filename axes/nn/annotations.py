@@ -26,18 +26,27 @@ _ATTRIBUTE = "_axes_specs"
 
 
 def annotate(thing: T, spec: str | Mapping[str, str]) -> T:
-    """Say what the dims of a parameter are, or of several parameters and buffers of a module; returns the thing.
+    """Name the dims of a parameter, or of several parameters and buffers of a module, for `axes.shard_module`.
 
-    `spec` is one for a tensor, like `"(heads head_dim) embed"`, and a mapping from names to specs for a module, whose
-    names may have dots: `{"weight": "out in", "norm.weight": "embed"}`. Annotations of a module stay where a parameter
-    is replaced by another tensor; those of a tensor go with the tensor. A later annotation replaces an earlier one.
+    Annotations of a module stay if a parameter is replaced; those of a tensor belong to the tensor. A later
+    annotation replaces an earlier one. Like Flax's `nn.with_partitioning`.
 
-    Raises `ExpressionError` for text outside the grammar, `ShardingError` for a name that the module doesn't have. That
-    a tensor has other dims `shard_module` says.
+    Args:
+        thing: A tensor or a module.
+        spec: For a tensor its dims, as `"(heads head_dim) embed"`; for a module a mapping from names to dims, in
+            which names may have dots.
 
-    >>> linear = annotate(torch.nn.Linear(4, 8), {"weight": "mlp embed", "bias": "mlp"})
-    >>> annotated(linear)
-    {'weight': 'mlp embed', 'bias': 'mlp'}
+    Returns:
+        The tensor or module.
+
+    Raises:
+        ExpressionError: The text isn't a spec.
+        ShardingError: The module has no such name. `axes.shard_module` checks the number of dims.
+
+    Examples:
+        >>> linear = annotate(torch.nn.Linear(4, 8), {"weight": "mlp embed", "bias": "mlp"})
+        >>> annotated(linear)
+        {'weight': 'mlp embed', 'bias': 'mlp'}
     """
     if isinstance(thing, torch.nn.Module):
         specs = checked_specs("a module is annotated by a mapping from names to specs", spec, "{'weight': 'f d'}")

@@ -65,23 +65,28 @@ class NonFiniteNormError(AxesError, RuntimeError):
 def total_norm(
     tensors: Tensors, norm_type: float = 2.0, *, stages: AxisName = (), mesh: Mesh | None = None
 ) -> torch.Tensor:
-    """The norm of tensors as if all their elements stood in one vector. Each element is counted once.
+    """The norm of tensors as if all their elements were in one vector; each element is counted once. Like
+    `torch.nn.utils.get_total_norm`.
 
-    `tensors`: gradients, or anything else: DTensors, on several meshes if need be, and plain tensors, which
-    are the same on all ranks. All ranks pass the same list; of parameters of which some may lack a gradient
-    take `clip_grad_norm_(parameters, math.inf)`, which changes nothing. `norm_type` is any p above 0, or
-    `math.inf` for the largest absolute value. `stages` and `mesh` are those of `clip_grad_norm_`.
+    Args:
+        tensors: DTensors on any meshes, and plain tensors, which are equal on all ranks. All ranks pass the same
+            list. For parameters of which some lack a gradient, write `clip_grad_norm_(parameters, math.inf)`.
+        norm_type: Any p above 0, or `math.inf` for the largest absolute value.
+        stages: As in `clip_grad_norm_`.
+        mesh: As in `clip_grad_norm_`.
 
-    Gives a plain tensor without dims, the same on every rank: float64 where one of the tensors is, else
-    float32. Tensors of 16 bits are added up in float32.
+    Returns:
+        A plain tensor without dims, the same on every rank: float64 if one of the tensors is, else float32.
 
-    Raises `ShardingError` for a `norm_type` that isn't above 0, and for what is no tensor; `MeshError` for
-    `stages` that the mesh doesn't have.
+    Raises:
+        ShardingError: `norm_type` isn't above 0, or an element isn't a tensor.
+        MeshError: The mesh lacks the stages.
 
-    >>> import axes
-    >>> with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu") as mesh:
-    ...     total_norm([axes.shard(torch.tensor([3.0, 4.0]), "n@dp"), torch.full((3,), -4.0)], norm_type=1)
-    tensor(19.)
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu") as mesh:
+        ...     total_norm([axes.shard(torch.tensor([3.0, 4.0]), "n@dp"), torch.full((3,), -4.0)], norm_type=1)
+        tensor(19.)
     """
     order = float(number("norm_type is a number above 0, or math.inf", norm_type, 5e-324))
     axes = _stage_axes(stages, mesh)
@@ -104,34 +109,39 @@ def clip_grad_norm_(
     copies: Tensors = (),
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`; give the norm that they had.
+    """Scale gradients in place so that their norm is at most `max_norm`. Like `torch.nn.utils.clip_grad_norm_`.
 
-    parameters: all parameters of the model, or of this rank's pipeline stage: DTensors on any meshes, those of
-        FSDP2 included, and plain tensors, which are the same on all ranks. All ranks that hold a parameter
-        list it, with a gradient or without.
-    max_norm: `math.inf` only measures.
-    norm_type: any p above 0, or `math.inf` for the largest absolute value.
-    error_if_nonfinite: raise where the norm is NaN or infinite, on every rank, before anything is scaled.
-    stages: the axis of the pipeline stages, or several axes: along it each rank lists other parameters than its
-        neighbours. (It is called by what is on the axis. An axis that splits parameters isn't named: their
-        placements say it.) A parameter whose own mesh has the axis isn't of one stage; its placements decide.
-    copies: those of `parameters` that an earlier stage counts already, such as a tied embedding on the last
-        stage. They are scaled and not counted. Their gradients are equal on the stages that hold them.
-    mesh: where `stages` is looked up, the ambient mesh by default.
+    Each element is counted once, whatever the meshes of the parameters. Gradients are scaled by `max_norm / (norm +
+    1e-6)` if that is below 1, each rank its own shards. A pending gradient is replaced by its sum.
 
-    Gives what `total_norm` gives. The gradients are scaled by `max_norm / (norm + 1e-6)` where that is below
-    1, as torch does it, each rank its own shards. A pending gradient is replaced by the resolved one.
+    Args:
+        parameters: All parameters of the model, or of this rank's pipeline stage: DTensors on any meshes, those of
+            FSDP2 included, and plain tensors, which are equal on all ranks. All ranks that hold a parameter list it,
+            with a gradient or without.
+        max_norm: The largest norm; `math.inf` only measures.
+        norm_type: Any p above 0, or `math.inf` for the largest absolute value.
+        error_if_nonfinite: Raise if the norm is NaN or infinite, on every rank, before anything is scaled.
+        stages: The axis of the pipeline stages, or several axes: along it ranks list other parameters. Axes that
+            split parameters aren't named here. A parameter whose own mesh has the axis follows its placements.
+        copies: Parameters that an earlier stage counts already, such as a tied embedding on the last stage. They are
+            scaled and not counted.
+        mesh: Where `stages` is looked up, by default the ambient mesh.
 
-    Raises `NonFiniteNormError`, a `RuntimeError`; `ShardingError` for a negative `max_norm`, a `norm_type` that
-    isn't above 0, or a copy that isn't one of the parameters; `MeshError` for `stages` that the mesh doesn't
-    have, or that the mesh of a parameter has in part.
+    Returns:
+        The norm before scaling, as `total_norm` returns it.
 
-    >>> import axes
-    >>> with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu") as mesh:
-    ...     weight = axes.shard(torch.zeros(2), "n@dp").requires_grad_()
-    ...     weight.grad = axes.shard(torch.tensor([3.0, 4.0]), "n@dp")
-    ...     print(clip_grad_norm_([weight], max_norm=1.0), axes.to_local(weight.grad))
-    tensor(5.) tensor([0.6000, 0.8000])
+    Raises:
+        NonFiniteNormError: A `RuntimeError`, with `error_if_nonfinite`.
+        ShardingError: `max_norm` is negative, `norm_type` isn't above 0, or a copy isn't one of the parameters.
+        MeshError: The mesh lacks the stages, or the mesh of a parameter has a part of them.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu") as mesh:
+        ...     weight = axes.shard(torch.zeros(2), "n@dp").requires_grad_()
+        ...     weight.grad = axes.shard(torch.tensor([3.0, 4.0]), "n@dp")
+        ...     print(clip_grad_norm_([weight], max_norm=1.0), axes.to_local(weight.grad))
+        tensor(5.) tensor([0.6000, 0.8000])
     """
     order = float(number("norm_type is a number above 0, or math.inf", norm_type, 5e-324))
     limit = float(number("max_norm is a number from 0, or math.inf", max_norm, 0.0))

@@ -40,35 +40,41 @@ def dropout(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> T:
-    """Zero each element with probability `p`, and multiply the others by `1 / (1 - p)`; the same on every mesh.
+    """Zero each element with probability `p`, and multiply the others by `1 / (1 - p)`; the same elements on every
+    mesh. Like `torch.nn.functional.dropout`, which draws by rank.
 
-    x: a DTensor on any mesh, with any sharding (a pending sum or mean included, of which every rank drops the same);
-        or a plain tensor that holds this rank's shard, as in a region.
-    spec: where the shard lies in the whole tensor, by the names of `mesh` or the ambient mesh; it is whole, so that a
-        bare dim is unsplit. A plain tensor on one device needs none. Of a DTensor it is an assertion.
-    training: without it, `x` as it is.
-    seed: the elements that are dropped follow from it, `p` and the whole shape. By default a number that is drawn from
-        torch's default CPU generator, once for each call, so that every call drops others, and
-        `torch.utils.checkpoint` (with `preserve_rng_state`, its default) the same again. The generators of all ranks
-        have to go together: seed them alike (`torch.manual_seed(0)`), and draw what ranks draw differently from
-        generators of their own.
-    sizes, keywords: the whole sizes of names in the spec. Of a split dim of a plain tensor without one, ranks tell each
-        other how much they have, in one small all-gather at each call, for which the host waits.
+    The result is sharded as `x` is, and nothing is sent, but for the sizes below. In `torch.compile` it breaks the
+    graph.
 
-    The result is sharded as `x` is, nothing else is sent, and the gradient is dropped where `x` was, however it
-    arrives. One device drops the same elements as any mesh does; the generator is of integers, on any kind of device.
-    In `torch.compile` it breaks the graph.
+    Args:
+        x: A DTensor with any sharding, or a plain tensor, in a region this rank's shard.
+        p: The probability, from 0 to 1.
+        spec: The dims and axes of a plain shard. A plain tensor on one device needs none. For a DTensor it is an
+            assertion.
+        training: If False, `x` is returned as it is.
+        mesh: The mesh, by default the ambient one or that of `x`.
+        seed: Decides, with `p` and the whole shape, which elements are dropped. By default it is drawn from torch's
+            default CPU generator, once for each call. Seed the generators of all ranks alike
+            (`torch.manual_seed(0)`), and draw numbers that differ by rank from other generators.
+            `torch.utils.checkpoint` drops the same elements again.
+        sizes: Whole sizes of names, for names that collide with a parameter.
+        **keywords: Whole sizes of names. For a split dim of a plain shard without one, the ranks exchange their
+            sizes in one small all-gather at each call, and the host waits.
 
-    Raises `ShardingError` for a `p` that isn't from 0 to 1, a tensor that isn't of floats, a plain tensor in a region
-    without a spec, and a spec that the tensor doesn't fit; `DesyncError` on all ranks of a mesh whose generators
-    differ at its first call.
+    Returns:
+        A tensor that is sharded as `x` is.
 
-    >>> import axes
-    >>> whole = dropout(torch.ones(4, 6), 0.5, seed=7)
-    >>> with axes.simulate(4, rank=3), axes.init_mesh("dp=2 tp=2"):
-    ...     shard = dropout(torch.ones(2, 3), 0.5, "b@dp d@tp", seed=7)
-    >>> torch.equal(shard, whole[2:, 3:])
-    True
+    Raises:
+        ShardingError: `p` isn't from 0 to 1, `x` has no floats, a plain shard has no spec, or the spec doesn't fit.
+        DesyncError: The generators of the ranks differ at the first call on a mesh; raised on all ranks.
+
+    Examples:
+        >>> import axes
+        >>> whole = dropout(torch.ones(4, 6), 0.5, seed=7)
+        >>> with axes.simulate(4, rank=3), axes.init_mesh("dp=2 tp=2"):
+        ...     shard = dropout(torch.ones(2, 3), 0.5, "b@dp d@tp", seed=7)
+        >>> torch.equal(shard, whole[2:, 3:])
+        True
     """
     check_floats("nn.dropout", x)
     number("axes.nn.dropout: p is a probability, from 0 to 1", p, 0, 1)
@@ -96,16 +102,30 @@ def sample(
     seed: int | None = None,
     **sizes: int,
 ) -> T:
-    """An index along one dim, drawn with the probabilities of the softmax of `logits / temperature`, in int64.
+    """Draw an index along one dim with the probabilities of `softmax(logits / temperature)`. Like
+    `torch.distributions.Categorical(logits=x).sample()`.
 
-    The result lacks the dim, and is the same on every mesh and on one device for one seed. The vocabulary isn't
-    gathered: each rank adds noise of its own elements (Gumbel's), and the largest sum wins, by the two all-gathers of
-    `axes.argmax`. A temperature of 0 takes the largest element. `seed` is as in `dropout`, `sizes` as in `axes.argmax`.
+    One seed gives the same index on every mesh and on one device. The vocabulary isn't gathered: each rank adds
+    Gumbel noise to its own elements, and the largest sum wins, by the two all-gathers of `axes.argmax`.
 
-    Raises `ShardingError` for a temperature below 0, and otherwise as these two.
+    Args:
+        logits: A DTensor, or in a region this rank's shard.
+        spec: The dims of the logits and their axes.
+        over: The name of the dim.
+        temperature: From 0 on; 0 takes the largest element.
+        mesh: The mesh, by default the ambient one or that of the logits.
+        seed: As in `dropout`.
+        **sizes: The whole size of the dim, of plain shards.
 
-    >>> sample(torch.tensor([[0.0, 100.0, 0.0]]), "b v", over="v", seed=7).tolist()
-    [1]
+    Returns:
+        Indices in int64, without the dim.
+
+    Raises:
+        ShardingError: The temperature is below 0; else as `axes.nn.dropout` and `axes.argmax`.
+
+    Examples:
+        >>> sample(torch.tensor([[0.0, 100.0, 0.0]]), "b v", over="v", seed=7).tolist()
+        [1]
     """
     number("axes.nn.sample: temperature is a number from 0", temperature, 0, 1e300)
     check_floats("nn.sample", logits)
@@ -119,9 +139,15 @@ def sample(
 
 
 class Dropout(torch.nn.Module):
-    """`axes.nn.dropout` as a layer: `Dropout(0.1, "b@dp s@tp d")`; `Dropout(0.1)` for DTensors and for one device.
+    """`axes.nn.dropout` as a layer: `Dropout(0.1, "b@dp s@tp d")`; `Dropout(0.1)` for DTensors and on one device. Like
+    `torch.nn.Dropout`, with the same elements dropped on every mesh.
 
-    It drops while the module is in training mode. Keywords are whole sizes of names in the spec.
+    It drops elements in training mode. Keywords are whole sizes of names in the spec.
+
+    Examples:
+        >>> import axes
+        >>> axes.nn.Dropout(0.5).eval()(torch.ones(2)).tolist()
+        [1.0, 1.0]
     """
 
     def __init__(self, p: float = 0.5, spec: str | None = None, **sizes: int):

@@ -57,64 +57,93 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def softmax(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
-    """The softmax over the named dims; the result is sharded as `x` is.
+    """The softmax over named dims, which may be split. Like `torch.softmax`.
 
-    Two all-reduces (a maximum and a sum) of the size of `x` without these dims, none where they
-    aren't split; one in backward. As `torch.softmax`.
+    It sends two all-reduces of the size of `x` without these dims, and one in the backward pass; none where the dims
+    aren't split.
 
-    >>> softmax(torch.zeros(2, 4), "q k", over="k")[0].tolist()
-    [0.25, 0.25, 0.25, 0.25]
+    Args:
+        x: A DTensor, or in a region this rank's shard.
+        spec: The dims of `x` and their axes: `"b s v@tp"`.
+        over: The name of the dim, or several names.
+        mesh: The mesh, by default the ambient one or that of `x`.
+
+    Returns:
+        A tensor that is sharded as `x` is.
+
+    Raises:
+        ShardingError: `x` isn't sharded as the spec says, or a name isn't in it.
+
+    Examples:
+        >>> softmax(torch.zeros(2, 4), "q k", over="k")[0].tolist()
+        [0.25, 0.25, 0.25, 0.25]
     """
     form = _form("softmax", spec, dims_to_work_over(over))
     return _applied("softmax", functools.partial(_softmax, form), f"{form.spec} -> {form.spec}", (x,), mesh)
 
 
 def log_softmax(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
-    """The logarithm of the softmax over the named dims; the result is sharded as `x` is.
+    """The logarithm of the softmax over named dims. Arguments, errors and communication are those of `softmax`. Like
+    `torch.log_softmax`.
 
-    It sends what `softmax` does. As `torch.log_softmax`.
-
-    >>> log_softmax(torch.zeros(2, 4), "q k", over="k")[0, 0].exp().item()
-    0.25
+    Examples:
+        >>> log_softmax(torch.zeros(2, 4), "q k", over="k")[0, 0].exp().item()
+        0.25
     """
     form = _form("log_softmax", spec, dims_to_work_over(over))
     return _applied("log_softmax", functools.partial(_log_softmax, form), f"{form.spec} -> {form.spec}", (x,), mesh)
 
 
 def logsumexp(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
-    """The logarithm of the sum of exponentials over the named dims, which the result lacks.
+    """The logarithm of the sum of exponentials over named dims, which the result lacks. Like `torch.logsumexp`.
 
-    Two all-reduces of the size of the result, none where the dims aren't split; one in backward. As
-    `torch.logsumexp`.
+    It sends two all-reduces of the size of the result, and one in the backward pass; none where the dims aren't
+    split. Arguments and errors are those of `softmax`.
 
-    >>> round(logsumexp(torch.zeros(2, 8), "q k", over="k")[0].item(), 4)
-    2.0794
+    Examples:
+        >>> round(logsumexp(torch.zeros(2, 8), "q k", over="k")[0].item(), 4)
+        2.0794
     """
     form = _form("logsumexp", spec, dims_to_work_over(over))
     return _applied("logsumexp", functools.partial(_logsumexp, form), f"{form.spec} -> {form.rest}", (x,), mesh)
 
 
 def entropy(x: T, spec: str, /, over: Over, mesh: Mesh | None = None) -> T:
-    """The entropy, in nats, of the softmax over the named dims, which the result lacks.
-
-    Two all-reduces, of the size of the result and of twice that; one in backward. As
+    """The entropy, in nats, of the softmax over named dims, which the result lacks. Like
     `torch.distributions.Categorical(logits=x).entropy()`.
 
-    >>> round(entropy(torch.zeros(2, 8), "q k", over="k")[0].item(), 4)
-    2.0794
+    It sends two all-reduces, of the size of the result and of twice that size, and one in the backward pass.
+    Arguments and errors are those of `softmax`.
+
+    Examples:
+        >>> round(entropy(torch.zeros(2, 8), "q k", over="k")[0].item(), 4)
+        2.0794
     """
     form = _form("entropy", spec, dims_to_work_over(over))
     return _applied("entropy", functools.partial(_entropy, form), f"{form.spec} -> {form.rest}", (x,), mesh)
 
 
 def argmax(x: T, spec: str, /, over: str, mesh: Mesh | None = None, **sizes: int) -> T:
-    """The index of the largest element along one dim of the whole tensor, in int64; the result lacks that dim.
+    """The index of the largest element along one dim of the whole tensor. Like `torch.argmax`.
 
-    The first of equal elements, and the first NaN where there is one, as `torch.argmax` has it. Each rank sends its
-    own to the others, value and index, in two all-gathers. `sizes`: the whole size of the dim, of plain shards.
+    Each rank sends its own largest element, value and index, in two all-gathers.
 
-    >>> argmax(torch.tensor([[1.0, 3.0, 3.0]]), "b v", over="v").tolist()
-    [1]
+    Args:
+        x: A DTensor, or in a region this rank's shard.
+        spec: The dims of `x` and their axes.
+        over: The name of the dim.
+        mesh: The mesh, by default the ambient one or that of `x`.
+        **sizes: The whole size of the dim, of plain shards.
+
+    Returns:
+        Indices in int64, without the dim: of the first of equal elements, and of the first NaN if there is one.
+
+    Raises:
+        ShardingError: `x` isn't sharded as the spec says, or the name isn't in it.
+
+    Examples:
+        >>> argmax(torch.tensor([[1.0, 3.0, 3.0]]), "b v", over="v").tolist()
+        [1]
     """
     form, whole = _of_one_dim("argmax", spec, over, x, sizes)
     local = functools.partial(_argmax, form.worked[0], whole)
@@ -122,15 +151,31 @@ def argmax(x: T, spec: str, /, over: str, mesh: Mesh | None = None, **sizes: int
 
 
 def topk(x: T, spec: str, k: int, /, over: str, mesh: Mesh | None = None, **sizes: int) -> tuple[T, T]:
-    """The `k` largest elements along one dim, in descending order, and their indices in the whole tensor.
+    """The `k` largest elements along one dim of the whole tensor, in descending order, and their indices. Like
+    `torch.topk`.
 
-    Both results have `k` elements in the place of the dim, unsplit. Each rank sends its own `k` to the others, values
-    and indices, in two all-gathers. Of equal elements any are taken. The gradient of the values is that of
-    `torch.topk`. `sizes` are as in `argmax`; for a split dim of plain shards without one, the host waits.
+    Each rank sends its own `k` candidates, in two all-gathers. Of equal elements any are taken. For a split dim of
+    plain shards without a size, the host waits.
 
-    >>> values, indices = topk(torch.tensor([[1.0, 5.0, 3.0]]), "b v", 2, over="v")
-    >>> values.tolist(), indices.tolist()
-    ([[5.0, 3.0]], [[1, 2]])
+    Args:
+        x: A DTensor, or in a region this rank's shard.
+        spec: The dims of `x` and their axes.
+        k: The number of elements.
+        over: The name of the dim.
+        mesh: The mesh, by default the ambient one or that of `x`.
+        **sizes: The whole size of the dim, of plain shards.
+
+    Returns:
+        Values and indices, with `k` elements in the place of the dim, unsplit.
+
+    Raises:
+        ShardingError: `x` isn't sharded as the spec says, or the name isn't in it.
+        SizeError: The dim has fewer than `k` elements.
+
+    Examples:
+        >>> values, indices = topk(torch.tensor([[1.0, 5.0, 3.0]]), "b v", 2, over="v")
+        >>> values.tolist(), indices.tolist()
+        ([[5.0, 3.0]], [[1, 2]])
     """
     count = number("topk's k is a whole number from 1", k, 1, 2**31 - 1, whole=True)
     form, whole = _of_one_dim("topk", spec, over, x, sizes)
@@ -150,14 +195,29 @@ def rms_norm(
     mesh: Mesh | None = None,
     **sizes: int,
 ) -> T:
-    """`x` over the root of its mean square over the named dims; times `weight`, which has these dims.
+    """Divide by the root of the mean square over named dims, which may be split, and multiply by a weight. Like
+    `torch.nn.functional.rms_norm`.
 
-    `weight` is split as they are. One all-reduce of the size of `x` without these dims, and one in
-    backward. `eps` is by default that of the dtype in which it is computed. `sizes` are the whole sizes of
-    these dims, of plain shards. As `torch.nn.functional.rms_norm`.
+    It sends one all-reduce of the size of `x` without these dims, and one in the backward pass.
 
-    >>> rms_norm(torch.full((2, 4), 3.0), "s d", over="d")[0].tolist()
-    [1.0, 1.0, 1.0, 1.0]
+    Args:
+        x: A DTensor, or in a region this rank's shard.
+        spec: The dims of `x` and their axes.
+        over: The name of the dim, or several names.
+        weight: A factor for each element of these dims, split as they are.
+        eps: Added to the mean square; by default that of the dtype of the computation.
+        mesh: The mesh, by default the ambient one or that of `x`.
+        **sizes: The whole sizes of these dims, of plain shards. Without them the ranks exchange their sizes.
+
+    Returns:
+        A tensor that is sharded as `x` is.
+
+    Raises:
+        ShardingError: A tensor isn't sharded as the spec says, or a name isn't in it.
+
+    Examples:
+        >>> rms_norm(torch.full((2, 4), 3.0), "s d", over="d")[0].tolist()
+        [1.0, 1.0, 1.0, 1.0]
     """
     form = _form("rms_norm", spec, dims_to_work_over(over))
     local = functools.partial(_rms_norm, form, _wholes(form.worked, x, sizes), eps)
@@ -175,13 +235,30 @@ def layer_norm(
     mesh: Mesh | None = None,
     **sizes: int,
 ) -> T:
-    """`x` with mean 0 and variance 1 over the named dims; times `weight`, plus `bias`.
+    """Bring named dims, which may be split, to mean 0 and variance 1, multiply by a weight and add a bias. Like
+    `torch.nn.functional.layer_norm`.
 
-    `weight` and `bias` have these dims, split as they are. Two all-reduces of the size of `x`
-    without them, and two in backward. `sizes` are as in `rms_norm`. As `torch.nn.functional.layer_norm`.
+    It sends two all-reduces of the size of `x` without these dims, and two in the backward pass.
 
-    >>> layer_norm(torch.tensor([[1.0, 3.0]]), "s d", over="d", eps=0.0)[0].tolist()
-    [-1.0, 1.0]
+    Args:
+        x: A DTensor, or in a region this rank's shard.
+        spec: The dims of `x` and their axes.
+        over: The name of the dim, or several names.
+        weight: A factor for each element of these dims, split as they are.
+        bias: A summand for each element of these dims, split as they are.
+        eps: Added to the variance.
+        mesh: The mesh, by default the ambient one or that of `x`.
+        **sizes: The whole sizes of these dims, of plain shards. Without them the ranks exchange their sizes.
+
+    Returns:
+        A tensor that is sharded as `x` is.
+
+    Raises:
+        ShardingError: A tensor isn't sharded as the spec says, or a name isn't in it.
+
+    Examples:
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), "s d", over="d", eps=0.0)[0].tolist()
+        [-1.0, 1.0]
     """
     form = _form("layer_norm", spec, dims_to_work_over(over))
     local = functools.partial(_layer_norm, form, _wholes(form.worked, x, sizes), eps, weight is not None)
@@ -202,24 +279,38 @@ def cross_entropy(
     z_loss: float = 0.0,
     **sizes: int,
 ) -> T:
-    """The negative log-likelihood of labels: `"b@dp s v@tp, b@dp s -> "`.
+    """The cross entropy of logits and labels, also over a split vocabulary: `"b@dp s v@tp, b@dp s -> "`. Like
+    `torch.nn.functional.cross_entropy`.
 
-    The name that only the logits have is the vocabulary; those that the result lacks are averaged
-    ("mean", over the labels that aren't `ignore_index`) or summed ("sum"). A split vocabulary costs
-    two all-reduces of the size of the labels, forward, and one backward; split dims that are reduced
-    one more each way of the size of the result, unless it says `| sum@dp`. Over axes of which the result
-    says `| same@dp` backward sends nothing. As `torch.nn.functional.cross_entropy`, but for a label outside
-    of the vocabulary: there the loss is NaN, and so is the gradient of that row of logits, on every rank. (To
-    raise, ranks would have to wait for the values, and only some would.) Where the label is `ignore_index`,
-    both are 0.
+    A split vocabulary takes two all-reduces of the size of the labels, and one in the backward pass. Split dims that
+    are reduced take one more each way, of the size of the result, unless it stays pending (`| sum@dp`). With `|
+    same@dp` in the result the backward pass sends nothing over that axis.
 
-    weight: of each class, split as the vocabulary; a mean is over the weights of the labels. It gets no gradient.
-    label_smoothing: this share of each label is spread over all classes. Both are as in torch.
-    z_loss: this number times the square of the logarithm of the softmax's denominator is added for each label, which
-        keeps logits from drifting (PaLM has 1e-4).
+    Args:
+        logits: Scores of the classes: a DTensor, or in a region this rank's shard.
+        labels: Indices in the whole vocabulary. A label outside of it makes the loss, and the gradient of its row,
+            NaN on every rank; torch raises an error there.
+        expression: The dims of logits, labels and result. The name that only the logits have is the vocabulary.
+        reduction: `"mean"` over the labels that aren't `ignore_index`, or `"sum"`, over the dims that the result
+            lacks.
+        ignore_index: Labels of this value have loss 0 and gradient 0.
+        mesh: The mesh, by default the ambient one or that of the logits.
+        weight: A weight for each class, split as the vocabulary. It gets no gradient.
+        label_smoothing: The share of each label that is spread over all classes.
+        z_loss: A factor: for each label, this times the square of the log of the softmax's denominator is added,
+            which keeps logits small (1e-4 in PaLM).
+        **sizes: Whole sizes of names, of plain shards.
 
-    >>> round(cross_entropy(torch.zeros(2, 8), torch.tensor([1, 7]), "s v, s -> ").item(), 4)
-    2.0794
+    Returns:
+        The loss, with the dims of the result.
+
+    Raises:
+        ShardingError: A tensor isn't sharded as the expression says.
+        ExpressionError: The text isn't such an expression.
+
+    Examples:
+        >>> round(cross_entropy(torch.zeros(2, 8), torch.tensor([1, 7]), "s v, s -> ").item(), 4)
+        2.0794
     """
     form = _loss_form(expression)
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
@@ -240,17 +331,30 @@ def cross_entropy(
 def embedding(
     ids: T, table: T, expression: str, /, mesh: Mesh | None = None, padding_idx: int | None = None, **sizes: int
 ) -> T:
-    """Rows of a table: `"b s, v@tp d -> b s d"`.
+    """Rows of a table, whose rows may be split: `"b s, v@tp d -> b s d"`. Like `torch.nn.functional.embedding`.
 
-    Each rank looks up the rows that it has; what it doesn't have is zero, and the sum over the axes
-    of the rows goes where the right side says: summed (`b s d`), summed and scattered (`b s@tp d`),
-    or kept (`| sum@tp`). An index outside of the table gives a row of NaN, and makes the gradient of
-    the table's nearest row NaN. Otherwise as
-    `torch.nn.functional.embedding`; the row of `padding_idx` of the whole table, which counts from the end where it is
-    negative, gets no gradient.
+    Each rank looks up the rows that it has, and takes zeros for the others. The sum over the axes of the rows is an
+    all-reduce (`b s d`), a reduce-scatter (`b s@tp d`), or stays pending (`| sum@tp`).
 
-    >>> embedding(torch.tensor([2, 0]), torch.eye(3), "s, v d -> s d").tolist()
-    [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    Args:
+        ids: Indices in the whole table. One outside of the table gives a row of NaN, and NaN gradients in the
+            nearest row.
+        table: The rows.
+        expression: The dims of ids, table and result.
+        mesh: The mesh, by default the ambient one or that of the tensors.
+        padding_idx: A row that gets no gradient; a negative one counts from the end of the whole table.
+        **sizes: Whole sizes of names, of plain shards.
+
+    Returns:
+        A row for each index.
+
+    Raises:
+        ShardingError: A tensor isn't sharded as the expression says.
+        ExpressionError: The text isn't such an expression.
+
+    Examples:
+        >>> embedding(torch.tensor([2, 0]), torch.eye(3), "s, v d -> s d").tolist()
+        [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
     form = _table_form(expression)
     check_integers("embedding", "ids", ids)

@@ -79,13 +79,21 @@ class Named(torch.nn.Module):
 
 
 class Einsum(Named):
-    """A product with a weight: `Einsum("b s d, (h k) d -> b s h k", h=32, k=64, d=2048)`.
+    """A product with a weight, as a layer: `Einsum("b s d, (h k) d -> b s h k", h=32, k=64, d=2048)`. Like
+    `torch.nn.Linear`.
 
-    The second operand is the weight, whose names have sizes, by keyword or inline. Values are initialized as by
-    `torch.nn.Linear`: uniform, within the root of 1 / the number of products that are added up. A bias is a parameter
-    of the caller's, `y + axes.rearrange(bias, "f -> 1 1 f")`.
+    The second operand is the weight. Its names have sizes, as keywords or in the text. Values are uniform, within
+    the root of 1 / the number of products that are added up. A bias is a parameter of yours: `y +
+    axes.rearrange(bias, "f -> 1 1 f")`.
 
-    Raises `ExpressionError` for text that isn't `input, weight -> result`, `SizeError` for a missing size.
+    Raises:
+        ExpressionError: The text isn't `input, weight -> result`.
+        SizeError: A name of the weight has no size.
+
+    Examples:
+        >>> import axes
+        >>> axes.nn.Einsum("b d, f d -> b f", f=8, d=4)(torch.ones(2, 4)).shape
+        torch.Size([2, 8])
     """
 
     def __init__(self, expression: str, /, *, device: Any = None, dtype: torch.dtype | None = None, **sizes: int):
@@ -109,9 +117,19 @@ class Einsum(Named):
 
 
 class Embedding(Named):
-    """Rows of a table: `Embedding("b s, v d -> b s d", v=32_000, d=2048)`. As `axes.embedding`.
+    """Rows of a table, as a layer: `Embedding("b s, v d -> b s d", v=32_000, d=2048)`. Like `torch.nn.Embedding`.
 
-    Values are standard normal, and zero in the row of `padding_idx`, which also gets no gradient.
+    Values are standard normal, and zero in the row of `padding_idx`, which gets no gradient. `Embedding.from_module`
+    takes over the weight of torch's layer.
+
+    Raises:
+        ExpressionError: The text isn't `indices, table -> result`.
+        SizeError: A name of the table has no size.
+
+    Examples:
+        >>> import axes
+        >>> axes.nn.Embedding("b, v d -> b d", v=10, d=4)(torch.tensor([1, 2])).shape
+        torch.Size([2, 4])
     """
 
     def __init__(
@@ -173,7 +191,16 @@ class Embedding(Named):
 
 
 class RMSNorm(Named):
-    """`RMSNorm("b s d", over="d", d=2048)`: as `axes.rms_norm`, with a weight of ones."""
+    """`axes.rms_norm` as a layer, with a weight of ones: `RMSNorm("b s d", over="d", d=2048)`. Like `torch.nn.RMSNorm`.
+
+    Raises:
+        SizeError: A name in `over` has no size.
+
+    Examples:
+        >>> import axes
+        >>> axes.nn.RMSNorm("b d", over="d", d=4)(torch.full((2, 4), 3.0))[0].tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
 
     def __init__(
         self,
@@ -201,7 +228,17 @@ class RMSNorm(Named):
 
 
 class LayerNorm(Named):
-    """`LayerNorm("b s d", over="d", d=2048)`: as `axes.layer_norm`, with a weight of ones and a bias of zeros."""
+    """`axes.layer_norm` as a layer, with a weight of ones and a bias of zeros: `LayerNorm("b s d", over="d", d=2048)`.
+    Like `torch.nn.LayerNorm`.
+
+    Raises:
+        SizeError: A name in `over` has no size.
+
+    Examples:
+        >>> import axes
+        >>> axes.nn.LayerNorm("b d", over="d", d=2, eps=0.0)(torch.tensor([[1.0, 3.0]]))[0].tolist()
+        [-1.0, 1.0]
+    """
 
     def __init__(
         self,

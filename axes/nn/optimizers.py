@@ -51,36 +51,41 @@ _NUMBERS = frozenset({"step", "mu", "eta", "mu_product"})
 def local_optimizer(
     optimizer: Any, parameters: Parameters, elementwise: bool | None = None, **options: Any
 ) -> optim.Optimizer:
-    """An optimizer of this class whose steps work on local shards, without an operation on DTensors.
+    """Make an optimizer that steps on local shards, without operations on DTensors.
 
-    optimizer: `SGD`, `Adam`, `AdamW`, `NAdam`, `RAdam`, `Adamax`, `Adadelta`, `Adagrad`, `RMSprop`, `Rprop` or
-        `ASGD` of torch, or another class with `elementwise=True`.
-    parameters: as the class takes them: tensors, named tensors, or groups with options of their own. DTensors
-        on any meshes, those of FSDP2 included, and plain tensors.
-    elementwise: says of another class that a step computes each element of a parameter, and of its state, from the
-        history of this element alone, and that it finds parameters in `param_groups` and their state in `state`.
-        A step that takes a norm of a parameter, as LAMB's, isn't elementwise: on shards it would differ from one
-        device. State of a parameter's shape is taken for one value of each element.
-    options: as the class takes them: `lr`, `foreach`, `fused`, ...
+    The result is an instance of the class. Its state dict has the same keys and DTensors, so
+    `torch.distributed.checkpoint` saves and loads it. Schedulers, hooks, closures, `zero_grad` and `add_param_group`
+    work. A pending gradient is reduced first. A closure is called once, before the step.
 
-    The result is an instance of the class. The state dict has the same keys and the same DTensors, so that
-    `torch.distributed.checkpoint` saves and loads it as ever; schedulers, hooks, closures, `zero_grad` and
-    `add_param_group` work. A gradient that is pending when the step begins is resolved first, and the
-    parameters' memory is looked up at each step, since FSDP2 may replace it. A closure is called once, before the step.
-    Results are bit for bit those of the same optimizer with the same options on one device, on the whole tensors, where
-    torch rounds an element the same wherever it lies in memory: its CPU loops for 16 bits and for `fused=True` don't.
+    Results are bit for bit those of the same optimizer on one device, where torch rounds an element the same
+    wherever it is in memory. torch's CPU loops for 16 bits and for `fused=True` don't.
 
-    Raises `ShardingError` for a class that isn't known to be elementwise, for `differentiable=True`, for an option
-    that has a value for each element, and at a step for state that isn't sharded as its parameter.
+    Args:
+        optimizer: torch's `SGD`, `Adam`, `AdamW`, `NAdam`, `RAdam`, `Adamax`, `Adadelta`, `Adagrad`, `RMSprop`,
+            `Rprop` or `ASGD`; or another class with `elementwise=True`.
+        parameters: Tensors, named tensors, or groups with options, as the class takes them. DTensors on any meshes,
+            those of FSDP2 included, and plain tensors.
+        elementwise: Says of another class that a step computes each element of a parameter and of its state from
+            this element alone, and that it finds parameters in `param_groups` and their state in `state`. LAMB,
+            which takes a norm of a parameter, isn't elementwise.
+        **options: Options of the class: `lr`, `foreach`, `fused`, ...
 
-    >>> import axes
-    >>> with axes.simulate(4), axes.init_mesh("dp=2 tp=2"):
-    ...     weight = axes.ones("d@dp f@tp", d=4, f=6, requires_grad=True)
-    ...     optimizer = local_optimizer(torch.optim.AdamW, [weight], lr=0.5)
-    ...     weight.grad = axes.ones("d@dp f@tp", d=4, f=6)
-    ...     optimizer.step()
-    ...     axes.spec_of(optimizer.state[weight]["exp_avg"])
-    '_@dp _@tp'
+    Returns:
+        The optimizer.
+
+    Raises:
+        ShardingError: The class isn't known to be elementwise, `differentiable=True`, an option has a value for each
+            element, or at a step the state isn't sharded as its parameter.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=2 tp=2"):
+        ...     weight = axes.ones("d@dp f@tp", d=4, f=6, requires_grad=True)
+        ...     optimizer = local_optimizer(torch.optim.AdamW, [weight], lr=0.5)
+        ...     weight.grad = axes.ones("d@dp f@tp", d=4, f=6)
+        ...     optimizer.step()
+        ...     axes.spec_of(optimizer.state[weight]["exp_avg"])
+        '_@dp _@tp'
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, optim.Optimizer)):
         raise ShardingError(

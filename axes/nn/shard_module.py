@@ -60,31 +60,42 @@ def shard_module(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> M:
-    """Shard the parameters and buffers of a module in place; returns the module.
-
-    `specs` maps patterns of whole names (as of `fnmatch`: `*` is any text) to specs; the first that matches applies,
-    before annotations (`axes.annotate`). With rules, passed or ambient, specs are in logical names; without, in axes
-    of the mesh (`"(heads head_dim)@tp embed"`). Keywords are sizes of names in groups. Every parameter has to be
-    covered; a buffer that isn't is replicated. Tied parameters stay tied, and so do shared modules. A pattern may be of
-    a parameter that the module has registered as None: a bias that it lacks, or what is on another pipeline stage.
-
-    `mesh` is the ambient mesh by default. A model on several meshes, such as experts beside dense layers, gives
-    patterns of names here as well, the first that matches applies: `{"*.experts.*": mesh["ep"], "*": mesh["tp"]}`.
+    """Shard the parameters and buffers of a module, in place.
 
     Parameters with values: every rank has the whole module, and keeps a copy of its shards. Parameters on the device
-    `meta`: each rank makes its shards, by the modules' `reset_parameters()` or the root's `init_weights()`; what
-    these draw at random follows from torch's seed on the first rank, the parameter's name and the place in it, and so
-    is the same on every mesh.
+    `meta`: each rank makes its shards by the modules' `reset_parameters()` or the root's `init_weights()`; their
+    random values follow from torch's seed on the first rank, the parameter's name and the place in it, so they are
+    the same on every mesh.
 
-    With `dry_run` nothing changes: a table is printed of parameters, specs, shapes and bytes on this rank.
+    Tied parameters stay tied. A buffer that no pattern matches is replicated. Like torch's `parallelize_module`,
+    with specs in the place of styles.
 
-    Raises `ShardingError` with the names of uncovered parameters, of patterns that never apply, of a strict rule about
-    no dim, of tied names with two specs, of parameters that are sharded already, that have no mesh or that no
-    initializer makes; before anything is changed, but for the last.
+    Args:
+        module: The module.
+        specs: Specs by patterns of whole names, as of `fnmatch`; the first that matches applies, before annotations
+            (`axes.annotate`). `"..."` keeps a parameter whole.
+        mesh: The mesh, by default the ambient one; or meshes by patterns of names, the first that matches applies:
+            `{"*.experts.*": mesh["ep"], "*": mesh["tp"]}`.
+        rules: Rules by which specs are in logical names; by default those of `axes.use_rules`.
+        dry_run: Change nothing, and print a table of parameters, specs, shapes and bytes on this rank.
+        sizes: Sizes of names in groups, for names that collide with a parameter.
+        **keywords: Sizes of names in groups.
 
-        with torch.device("meta"):
-            model = Transformer(config)
-        axes.shard_module(model, {"*.wq.weight": "(heads head_dim)@tp embed", "*": "..."}, mesh=mesh, heads=32)
+    Returns:
+        The module.
+
+    Raises:
+        ShardingError: Parameters without a spec, patterns that never apply, tied names with two specs, parameters
+            that are sharded already or that no initializer makes. The last one alone is raised after changes.
+        SizeError: A strict rule doesn't divide.
+        MeshError: There is no mesh, or it lacks an axis.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        ...     linear = axes.shard_module(torch.nn.Linear(8, 16, bias=False), {"weight": "f@tp d"})
+        ...     linear.weight.to_local().shape
+        torch.Size([4, 8])
     """
     if not isinstance(module, torch.nn.Module):
         raise ShardingError(f"axes.shard_module takes a module; found {type(module).__name__}")

@@ -91,61 +91,55 @@ def verify(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Verification:
-    """Whether a parallel program computes what it computes on one device, and if not, what it computes instead.
+    """Compare a parallel program with one device: outputs, and the gradient of every parameter.
 
-    `program` is a module, or a function that makes, shards and runs one.
+    The program runs on a small local mesh, and once on one device. If they differ, the result names the first tensor
+    that is wrong, what it is instead, and the axis.
 
-    - A module is sharded on each rank, by `axes.shard_module(module, specs, rules=rules, **sizes)`, and called with the
-      inputs, which are whole tensors: a region (`axes.shard_map(module, expression)`) gets them as its expression
-      declares, another module gets replicated DTensors. Backward starts from all outputs, each element with another
-      weight.
-    - A function is called with the inputs on every rank. The small mesh is the ambient one, and the argument `mesh` of
-      a function that has one. It may use whatever it likes: `parallelize_module`, `fully_shard`, hooks, collectives. It
-      returns outputs, a tensor or a tree of tensors and numbers, or `(outputs, module)`. Without a module, the one
-      that it calls is meant. Where it leaves no gradients, backward is run from the scalars that it returns; a program
-      that isn't to be trained says so by `module.requires_grad_(False)`.
+    - A module is sharded on each rank by `axes.shard_module(module, specs, rules=rules, **sizes)`, and called with
+      the inputs. A region (`axes.shard_map(module, expression)`) gets them as its expression says, another module
+      gets replicated DTensors. The backward pass starts from all outputs, with another weight for each element.
+    - A function is called with the inputs on every rank. The small mesh is the ambient one, and the argument `mesh`
+      of a function that has one. It may use `parallelize_module`, `fully_shard`, hooks or collectives. It returns
+      outputs (a tensor, or a tree of tensors and numbers), or `(outputs, module)`. If it leaves no gradients, the
+      backward pass starts from the scalars that it returns. Write `module.requires_grad_(False)` for a program that
+      isn't to be trained.
 
-    `mesh`: a small mesh, or its declaration (`"dp=2 tp=2"`), by default the ambient one, with a local process for each
-    rank, 8 at most; nothing has to be running. An axis of two ranks stands for a larger one. What is wrong over which
-    axis is best told where one alone is larger than 1. One device runs the program on a mesh whose axes have size one,
-    or the `reference`: another function, or a module that stays plain, that computes the right thing there with
-    parameters of the same names. `rtol`, `atol`: how far numbers that aren't integers may
-    be apart, relative to the largest that isn't the very same, and at all. By default `rtol` follows from the dtype,
-    float64 where the program allows it, and `atol` from the largest tensor of the same kind. `timeout`: seconds for
-    one run, five minutes by default. Keywords are sizes for `specs`.
+    Integers and bools are compared exactly, floats relative to the largest of their tensor. A tensor that is zero
+    but for rounding may differ by 500 units in the last place of the largest tensor of its kind. torch's dropout is
+    off; turn off other random numbers (`module.eval()`). Plain tensors may be replicated, or split along any dim as
+    `torch.chunk` splits it; a plain scalar may be one rank's share of a loss. Buffers, and the order of rows in
+    plain outputs, aren't compared.
 
-    What is zero but for rounding, as the gradient of the bias of keys, is another number wherever sums are taken in
-    another order. So a gradient may be off by 500 units in the last place of the largest gradient, a value of the
-    largest value, and an output of a typical number of the outputs of modules. A parameter whose gradient is zero but
-    for rounding may have been stepped by that.
+    Args:
+        program: A module, or a function that makes, shards and runs one.
+        *inputs: Whole tensors.
+        mesh: A small mesh or its text (`"dp=2 tp=2"`), by default the ambient mesh, with one local process for each
+            rank, at most 8. An axis of size 2 stands for a larger one. If only one axis is larger than 1, the result
+            can name it best.
+        specs: As in `axes.shard_module`.
+        rules: As in `axes.shard_module`.
+        reference: What runs on one device, if it isn't the program: a function, or a plain module with parameters of
+            the same names.
+        rtol: The largest relative difference; by default it follows from the dtype. A program that computes a part
+            in float32 where nobody can see it, as by FSDP2's `MixedPrecisionPolicy`, needs a larger one.
+        atol: The largest absolute difference; by default it follows from the largest tensor of the same kind.
+        timeout: Seconds for one run, by default 300.
+        sizes: Sizes of names, for names that collide with a parameter.
+        **keywords: Sizes of names for `specs`.
 
-    Each rank seeds torch alike before the program starts. torch's dropout is off while values are compared, that inside
-    of its attention and recurrent layers too. The result tells whether ranks with the same input would drop the same
-    elements, not whether they would drop as many as one device. Turn off other random numbers, as by `module.eval()`.
+    Returns:
+        A `Verification`. It prints what differs. `ok` is True if everything was compared and is the same, and None
+        if a part couldn't be compared, which the first line says.
 
-    DTensors say how they lie. For plain tensors whatever their shapes allow is tried: replicated, split along
-    a dim by any axes, as `torch.chunk` splits it; a plain scalar may also be a rank's own share of a loss or of a
-    count. Only a program's parameters and outputs are judged; what modules inside return tells where an output went
-    wrong.
+    Raises:
+        AxesError: An argument isn't valid; raised before a process starts.
+        Exception: What the program raises on a rank.
 
-    Where a program of double precision computes a part in float32 by itself, as the norms of Llama do, 1e-4 may differ.
-    One that does so where it can't be seen, like `fully_shard` with a `MixedPrecisionPolicy`, needs an `rtol`. Buffers
-    aren't compared, and of plain outputs neither the order of their rows. What else of a function can't be, as the
-    parameters of a module that it doesn't return, is on the first line of the result, "the same but for ...", whose
-    `ok` is None then: it isn't true.
-
-    Raises `AxesError` for arguments that can't be checked, before a process starts, and what the program raises on a
-    rank.
-
-    >>> import axes
-    >>> axes.verify(torch.nn.Linear(4, 8), torch.ones(2, 4), mesh="dp=2 tp=2", specs={"*": "f@tp ..."})
-    <Verification: the same function on 'dp=2 tp=2': 3 outputs and gradients>
-
-        def program(tokens, mesh):
-            model = parallelize_module(Model(), mesh["tp"].device_mesh, plan)
-            return model(tokens).square().mean(), model
-
-        print(axes.verify(program, tokens, mesh="tp=2"))
+    Examples:
+        >>> import axes
+        >>> axes.verify(torch.nn.Linear(4, 8), torch.ones(2, 4), mesh="dp=2 tp=2", specs={"*": "f@tp ..."})
+        <Verification: the same function on 'dp=2 tp=2': 3 outputs and gradients>
     """
     _check(program, inputs, reference, specs, rtol, atol)
     if mesh is not None and not isinstance(mesh, Mesh | str):

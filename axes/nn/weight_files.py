@@ -64,33 +64,36 @@ def load_safetensors(
     names: Names | None = None,
     ignore: str | Collection[str] = (),
 ) -> M:
-    """Fill the parameters and persistent buffers of a module from safetensors files; returns the module.
+    """Fill the parameters and persistent buffers of a module from safetensors files, as Hugging Face's are.
 
-    module: sharded (`axes.shard_module`, `fully_shard`) or plain. Each rank reads what lies in its own shards.
-        Files are read page by page, so that rows of the first dim cost their bytes, and short pieces of the
-        last dim more.
-    path: a file; or a folder, whose files `model*.safetensors` are read, or all others where it has none of these. No
-        two have the same tensor.
-    names: what the files call a parameter: a mapping from the module's names, in which names that are the same
-        may be left out, or a function of the module's name. None in the place of a name: the parameter keeps
-        its value.
-    ignore: patterns (as of `fnmatch`) of tensors in the files that no parameter takes.
+    Each rank reads the parts of its own shards. Needs the package safetensors (`pip install
+    axes-torch[safetensors]`).
 
-    A tied parameter may be in the files under any of its names; the first that is there is read. Floating point
-    values are converted to the parameter's dtype, other dtypes have to be the same.
+    Args:
+        module: A module that is sharded (`axes.shard_module`, `fully_shard`) or plain.
+        path: A file; or a folder, whose files `model*.safetensors` are read, or all its safetensors files if it has
+            none of these. No two files have the same tensor.
+        names: The files' names of parameters: a mapping from the module's names, which may leave out equal ones, or
+            a function of the module's name. A parameter whose name is None keeps its value.
+        ignore: Patterns (as of `fnmatch`) of tensors in the files that no parameter takes.
 
-    Raises `ShardingError` with all that doesn't fit: parameters that aren't in the files, tensors in the files
-    that nobody takes, shapes and dtypes; and for files that can't be read. It is raised before anything is changed,
-    `DesyncError` then on every other rank that shares a mesh with the one that found it. Needs the package safetensors
-    (`pip install axes-torch[safetensors]`).
+    Returns:
+        The module. Floats are converted to the parameter's dtype; other dtypes must be equal. A tied parameter may
+        be in the files under any of its names.
 
-    >>> import tempfile
-    >>> from safetensors.torch import save_file
-    >>> layer = torch.nn.Linear(6, 4)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_file({"w": torch.ones(4, 6), "b": torch.zeros(4)}, f"{folder}/model.safetensors")
-    ...     load_safetensors(layer, folder, {"weight": "w", "bias": "b"}).weight.sum().item()
-    24.0
+    Raises:
+        ShardingError: Everything that doesn't fit: missing parameters, tensors that no parameter takes, shapes,
+            dtypes, files. It is raised before anything is changed.
+        DesyncError: The same on every other rank that shares a mesh with the rank that found it.
+
+    Examples:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> layer = torch.nn.Linear(6, 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file({"w": torch.ones(4, 6), "b": torch.zeros(4)}, f"{folder}/model.safetensors")
+        ...     load_safetensors(layer, folder, {"weight": "w", "bias": "b"}).weight.sum().item()
+        24.0
     """
     found: list[tuple[torch.Tensor, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -114,28 +117,32 @@ def save_safetensors(
 ) -> None:
     """Write the parameters and persistent buffers of a module to safetensors files, as Hugging Face's are.
 
-    module: sharded (`axes.shard_module`, `fully_shard`) or plain. Each rank writes what lies in its own shards to its
-        place in the files, so that no rank ever has more; of copies one rank writes. With pipeline stages each rank
-        passes its own, and the files have all of them.
-    folder: is made, or has no safetensors files yet; the same on all ranks, on a file system that they share.
-    names: what the files call a parameter, as in `load_safetensors`; None in the place of a name leaves it out. A tied
-        parameter is written once, under its first name.
-    file_bytes: a file has at most so many bytes, unless one tensor has more; several files get an index.
+    Each rank writes its own shards to their place in the files, so no rank needs memory for more. With pipeline
+    stages each rank passes its own module. All ranks of the job call it, and it returns when all have written. Files
+    get their headers when they are complete, and nobody can read them before; if a rank fails, they are removed.
+    With the model's `config.json` beside them (`model.config.save_pretrained(folder)`), `from_pretrained` of
+    transformers loads them.
 
-    All ranks of the job call it, and it returns when all have written. Files get their headers when they are whole:
-    until then nobody can read them, and where a rank fails they are removed. Beside the model's `config.json`, written
-    by `model.config.save_pretrained(folder)`, `from_pretrained` of transformers loads them.
+    Args:
+        module: A module that is sharded (`axes.shard_module`, `fully_shard`) or plain.
+        folder: A folder without safetensors files, on a file system that all ranks share. It is made if it doesn't
+            exist.
+        names: The files' names of parameters, as in `load_safetensors`; None leaves one out. A tied parameter is
+            written once, under its first name.
+        file_bytes: The most bytes of a file, unless one tensor has more. Several files get an index.
 
-    Raises `ShardingError` before anything is written where a parameter can't be in such a file, where two have one
-    name, also on other ranks, where a part of one is missing, and where the folder has such files; `DesyncError` on
-    all other ranks where one fails, and where folders differ.
+    Raises:
+        ShardingError: A parameter can't be in such a file, two have one name, a part of one is missing, or the
+            folder has such files. It is raised before anything is written.
+        DesyncError: One rank fails, or folders differ; raised on all ranks.
 
-    >>> import tempfile
-    >>> from safetensors.torch import load_file
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_safetensors(torch.nn.Linear(6, 4), folder)
-    ...     sorted((name, list(x.shape)) for name, x in load_file(f"{folder}/model.safetensors").items())
-    [('bias', [4]), ('weight', [4, 6])]
+    Examples:
+        >>> import tempfile
+        >>> from safetensors.torch import load_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_safetensors(torch.nn.Linear(6, 4), folder)
+        ...     sorted((name, list(x.shape)) for name, x in load_file(f"{folder}/model.safetensors").items())
+        [('bias', [4]), ('weight', [4, 6])]
     """
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     ranks = range(torch.distributed.get_world_size() if running else 1)

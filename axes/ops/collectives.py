@@ -59,36 +59,64 @@ _SUM, _MEAN = (partial(axis_groups.all_reduce, op=op) for op in ("sum", "mean"))
 
 
 def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """The sum over the axis, elementwise, on every rank: an all-reduce.
+    """Sum a tensor over an axis, elementwise: an all-reduce.
 
         coordinate 0   a         a + b + c
         coordinate 1   b    ->   a + b + c
         coordinate 2   c         a + b + c
 
-    Backward: psum of the gradients, since every rank's loss has every rank's `x` in it. Integers
-    wrap around as they do in torch; of bool it is the count, in int64.
+    The gradient is the psum of the gradients, since every rank's loss uses every rank's `x`. Like JAX's
+    `jax.lax.psum`.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     psum(torch.ones(3, 2), "tp").shape
-    torch.Size([3, 2])
+    Args:
+        x: This rank's plain tensor, of one shape and dtype on all ranks of the axis.
+        axis: The name of an axis, or several: `("dp", "tp")`.
+        mesh: Where the name is looked up, by default the ambient mesh or that of the region.
+
+    Returns:
+        A tensor of the shape of `x`, the same on all ranks of the axis. Integers wrap around; of bool it is the
+        count, in int64.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+        ShardingError: `x` is a DTensor or isn't dense.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     psum(torch.ones(3, 2), "tp").shape
+        torch.Size([3, 2])
     """
     group = _group("psum", x, axis, mesh)
     return _linear(x.to(torch.int64) if x.dtype == torch.bool else x, group, _SUM, _SUM)
 
 
 def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """The mean over the axis, elementwise, on every rank: an all-reduce, divided once; in float16 before.
+    """Average a tensor over an axis, elementwise: an all-reduce.
 
         coordinate 0   a         (a + b) / 2
         coordinate 1   b    ->   (a + b) / 2
 
-    Backward: pmean of the gradients. Raises `ShardingError` for integers, whose mean isn't one.
+    The gradient is the pmean of the gradients. In float16 each rank divides before the sum. Like JAX's
+    `jax.lax.pmean`.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     pmean(torch.ones(3, 2), "dp").shape
-    torch.Size([3, 2])
+    Args:
+        x: As in `psum`.
+        axis: As in `psum`.
+        mesh: As in `psum`.
+
+    Returns:
+        A tensor of the shape of `x`, the same on all ranks of the axis.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+        ShardingError: `x` has integers, is a DTensor or isn't dense.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     pmean(torch.ones(3, 2), "dp").shape
+        torch.Size([3, 2])
     """
     group = _group("pmean", x, axis, mesh)
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
@@ -97,55 +125,95 @@ def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch
 
 
 def pmax(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """The maximum over the axis, elementwise, on every rank: an all-reduce. Of bool it is "any".
+    """Take the maximum over an axis, elementwise: an all-reduce.
 
         coordinate 0   [1, 5]         [4, 5]
         coordinate 1   [4, 5]    ->   [4, 5]
         coordinate 2   [3, 2]         [4, 5]
 
-    Backward: psum of the gradients, to the ranks that have the maximum, divided among them: here
-    `[0, g/2]`, `[g, g/2]`, `[0, 0]`. Two all-reduces.
+    The gradient goes to the ranks that have the maximum, in equal parts: here `[0, g/2]`, `[g, g/2]`, `[0, 0]`. It
+    takes two all-reduces. Like JAX's `jax.lax.pmax`.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     pmax(torch.ones(3, 2), "tp").shape
-    torch.Size([3, 2])
+    Args:
+        x: As in `psum`. Of bool the result is "any".
+        axis: As in `psum`.
+        mesh: As in `psum`.
+
+    Returns:
+        A tensor of the shape of `x`, the same on all ranks of the axis.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+        ShardingError: `x` has complex numbers, is a DTensor or isn't dense.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     pmax(torch.ones(3, 2), "tp").shape
+        torch.Size([3, 2])
     """
     return _extreme("pmax", x, axis, mesh, "max")
 
 
 def pmin(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """The minimum over the axis, elementwise, on every rank: an all-reduce. Of bool it is "all".
+    """Take the minimum over an axis, elementwise: an all-reduce.
 
         coordinate 0   [1, 5]         [1, 2]
         coordinate 1   [4, 5]    ->   [1, 2]
         coordinate 2   [3, 2]         [1, 2]
 
-    Backward: psum of the gradients, to the ranks that have the minimum, divided among them. Two
-    all-reduces.
+    The gradient goes to the ranks that have the minimum, in equal parts. It takes two all-reduces. Like JAX's
+    `jax.lax.pmin`.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     pmin(torch.ones(3, 2), "tp").shape
-    torch.Size([3, 2])
+    Args:
+        x: As in `psum`. Of bool the result is "all".
+        axis: As in `psum`.
+        mesh: As in `psum`.
+
+    Returns:
+        A tensor of the shape of `x`, the same on all ranks of the axis.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+        ShardingError: `x` has complex numbers, is a DTensor or isn't dense.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     pmin(torch.ones(3, 2), "tp").shape
+        torch.Size([3, 2])
     """
     return _extreme("pmin", x, axis, mesh, "min")
 
 
 def all_gather(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """Every rank's `x`, concatenated along `dim` in the order of the axis, on every rank.
+    """Concatenate every rank's tensor along a dim, in the order of the axis.
 
         coordinate 0   [a]         [a b c]
         coordinate 1   [b]    ->   [a b c]
         coordinate 2   [c]         [a b c]
 
-    Backward: `psum_scatter(g, axis, dim)`, since every rank's loss has every rank's `x` in it. All
-    ranks' `x` have one shape; pad uneven shards before.
+    The gradient is `psum_scatter(g, axis, dim)`, since every rank's loss uses every rank's `x`. Like JAX's
+    `jax.lax.all_gather(..., tiled=True)`.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     all_gather(torch.ones(3, 2), "tp", dim=1).shape
-    torch.Size([3, 8])
+    Args:
+        x: This rank's plain tensor, of one shape and dtype on all ranks of the axis. Pad uneven shards before.
+        axis: As in `psum`.
+        dim: The dim along which the tensors are concatenated.
+        mesh: As in `psum`.
+
+    Returns:
+        A tensor that is larger along `dim` by the size of the axis, the same on all ranks of the axis.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+        ShardingError: `x` has no such dim, is a DTensor or isn't dense.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     all_gather(torch.ones(3, 2), "tp", dim=1).shape
+        torch.Size([3, 8])
     """
     group = _group("all_gather", x, axis, mesh)
     dim = _dim("all_gather", x, dim)
@@ -153,19 +221,33 @@ def all_gather(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | No
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """The sum over the axis, of which each rank keeps one of equal pieces along `dim`.
+    """Sum a tensor over an axis, and keep one of equal pieces along a dim: a reduce-scatter.
 
         coordinate 0   [a b c]         [a+d+g]
         coordinate 1   [d e f]    ->   [b+e+h]
         coordinate 2   [g h i]         [c+f+i]
 
-    Backward: `all_gather(g, axis, dim)`. A reduce-scatter. Raises `SizeError` where `dim` doesn't
-    divide by the size of the axis.
+    The gradient is `all_gather(g, axis, dim)`. Like JAX's `jax.lax.psum_scatter(..., tiled=True)`.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     psum_scatter(torch.ones(3, 8), "tp", dim=1).shape
-    torch.Size([3, 2])
+    Args:
+        x: As in `psum`.
+        axis: As in `psum`.
+        dim: The dim that is cut into pieces.
+        mesh: As in `psum`.
+
+    Returns:
+        This rank's piece of the sum.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+        SizeError: The dim doesn't divide by the size of the axis.
+        ShardingError: `x` has no such dim, is a DTensor or isn't dense.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     psum_scatter(torch.ones(3, 8), "tp", dim=1).shape
+        torch.Size([3, 2])
     """
     group = _group("psum_scatter", x, axis, mesh)
     dim, x = _dim("psum_scatter", x, dim), x.to(torch.int64) if x.dtype == torch.bool else x
@@ -182,7 +264,7 @@ def all_to_all(
     recv_sizes: Sequence[int] | None = None,
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
-    """Each rank cuts `x` along `split_dim`, sends piece i to coordinate i, and concatenates what arrives.
+    """Cut a tensor along one dim, send piece i to coordinate i, and concatenate the received pieces along another dim.
 
     A matrix of blocks, whose rows are on the ranks, is transposed:
 
@@ -190,34 +272,47 @@ def all_to_all(
         coordinate 1   [d e f]    ->   [b e h]
         coordinate 2   [g h i]         [c f i]
 
-    What was split along `concat_dim` is split along `split_dim` after. Backward:
-    `all_to_all(g, axis, concat_dim, split_dim)`. Raises `SizeError` where `split_dim` doesn't divide
-    by the size of the axis.
+    A tensor that was split along `concat_dim` is split along `split_dim` after it. The gradient is `all_to_all(g,
+    axis, concat_dim, split_dim)`. Like JAX's `jax.lax.all_to_all(..., tiled=True)`.
 
-    Blocks are of one size, unless the sizes are given: piece i is `send_sizes[i]` long, and
-    `recv_sizes[i]` is how much comes from coordinate i. Both dims are the same one then.
+    Pieces have one size, unless you give the sizes: piece i has `send_sizes[i]` elements along the dim, and
+    `recv_sizes[i]` come from coordinate i. This sends tokens to their experts without padding.
 
                        send_sizes                       recv_sizes
         coordinate 0   [2, 1, 1]    [a a b c]           [a a d]      [2, 1, 0]
         coordinate 1   [1, 0, 2]    [d f f]        ->   [b h h]      [1, 0, 2]
         coordinate 2   [0, 2, 1]    [h h i]             [c f f i]    [1, 2, 1]
 
-    This sends tokens to their experts without padding. Who knows only what it sends asks first; a
-    small all-to-all transposes the matrix of sizes:
+    A rank that knows its own `send_sizes` alone gets the others by a small all-to-all:
 
         recv_sizes = axes.all_to_all(torch.tensor(send_sizes), axis).tolist()
 
-    Backward: the same with the two swapped. Raises `SizeError` where `send_sizes` don't add up to
-    the length of the dim. That ranks agree isn't looked at, and ranks that don't may wait for ever,
-    unless `axes.debug(check=True)` asks for it: then it is a `DesyncError` on all of them. Sizes are
-    Python numbers, so that `.tolist()` in a function breaks the graph of `torch.compile`.
+    Args:
+        x: This rank's plain tensor.
+        axis: As in `psum`.
+        split_dim: The dim that is cut.
+        concat_dim: The dim along which received pieces are concatenated. With sizes it is the same as `split_dim`.
+        send_sizes: Python integers, one for each coordinate. Their `.tolist()` breaks the graph of `torch.compile`.
+        recv_sizes: The same for the received pieces. Ranks that disagree may wait for ever, unless
+            `axes.debug(check=True)` compares them.
+        mesh: As in `psum`.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     all_to_all(torch.ones(3, 8), "tp", split_dim=1, concat_dim=0).shape
-    ...     all_to_all(torch.ones(3, 8), "tp", send_sizes=[0, 1, 2, 0], recv_sizes=[0, 5, 5, 0]).shape
-    torch.Size([12, 2])
-    torch.Size([10, 8])
+    Returns:
+        The received pieces, concatenated.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+        SizeError: The dim doesn't divide by the size of the axis, or `send_sizes` don't add up to its length.
+        ShardingError: `x` has no such dim, is a DTensor or isn't dense; or sizes aren't lists of whole numbers, one
+            for each coordinate.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     all_to_all(torch.ones(3, 8), "tp", split_dim=1, concat_dim=0).shape
+        ...     all_to_all(torch.ones(3, 8), "tp", send_sizes=[0, 1, 2, 0], recv_sizes=[0, 5, 5, 0]).shape
+        torch.Size([12, 2])
+        torch.Size([10, 8])
     """
     group = _group("all_to_all", x, axis, mesh)
     split_dim, concat_dim = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
@@ -244,21 +339,34 @@ def ppermute(
     perm: Pairs | None = None,
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
-    """Each rank sends `x` to one other: around the ring by `shift`, or along `(source, target)` pairs.
+    """Send each rank's tensor to one other rank: around the ring, or along pairs.
 
         shift=1                        perm=[(0, 2), (2, 1)]
         coordinate 0   a         c         a         0
         coordinate 1   b    ->   a         b    ->   c
         coordinate 2   c         b         c         a
 
-    `shift=k` sends coordinate i to `(i + k) % size`. With `perm` no coordinate is source twice or
-    target twice; what receives nothing is zero. Backward: the same pairs the other way round.
-    Raises `ShardingError` for pairs that can't be.
+    The gradient goes along the same pairs in the other direction. Like JAX's `jax.lax.ppermute`.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     ppermute(torch.ones(3, 2), "tp", shift=1).shape
-    torch.Size([3, 2])
+    Args:
+        x: As in `psum`.
+        axis: As in `psum`.
+        shift: Coordinate i sends to `(i + shift) % size`.
+        perm: Pairs `(source, target)` of coordinates. No coordinate is a source twice or a target twice.
+        mesh: As in `psum`.
+
+    Returns:
+        The received tensor; zeros where nothing is received.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+        ShardingError: Neither or both of `shift` and `perm` are given, or pairs aren't valid.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     ppermute(torch.ones(3, 2), "tp", shift=1).shape
+        torch.Size([3, 2])
     """
     group = _group("ppermute", x, axis, mesh)
     if (shift is None) == (perm is None):
@@ -273,23 +381,39 @@ def ppermute(
 
 
 def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
-    """This rank's coordinate on the axis, a Python number from 0.
+    """This rank's coordinate on an axis, a Python number from 0. Like JAX's `jax.lax.axis_index`.
 
-    >>> import axes
-    >>> with axes.Mesh("dp=2 tp=4").at(6):
-    ...     axis_index("tp"), axis_index(("dp", "tp"))
-    (2, 6)
+    Args:
+        axis: The name of an axis, or several, which are then read as one.
+        mesh: As in `psum`.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+
+    Examples:
+        >>> import axes
+        >>> with axes.Mesh("dp=2 tp=4").at(6):
+        ...     axis_index("tp"), axis_index(("dp", "tp"))
+        (2, 6)
     """
     return _coordinate(_mesh("axis_index", axis, mesh), axis)
 
 
 def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
-    """The number of ranks along the axis.
+    """The number of ranks along an axis. Like JAX's `jax.lax.axis_size`.
 
-    >>> import axes
-    >>> with axes.Mesh("dp=2 tp=4"):
-    ...     axis_size("tp"), axis_size(("dp", "tp"))
-    (4, 8)
+    Args:
+        axis: The name of an axis, or several, whose sizes are multiplied.
+        mesh: As in `psum`.
+
+    Raises:
+        MeshError: There is no mesh, or it lacks the axis.
+
+    Examples:
+        >>> import axes
+        >>> with axes.Mesh("dp=2 tp=4"):
+        ...     axis_size("tp"), axis_size(("dp", "tp"))
+        (4, 8)
     """
     return _size(_mesh("axis_size", axis, mesh), axis)
 

@@ -56,28 +56,41 @@ def rearrange(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> T:
-    """A tensor with its dims rearranged, and its shards moved where both sides differ.
+    """Rearrange the dims of a tensor, and move its shards where the two sides differ.
 
-    x: a DTensor, a plain tensor that holds this rank's shard, or a list of such, which are stacked along a new
-    first dim. Keywords are sizes of names: whole sizes where the name carries `@`. The
-    names of axes are looked up in `mesh`, else in the ambient mesh, else in the tensor's own.
-    `comm_dtype` is the dtype in which values travel, or a pair for `(values, gradients)`; with
-    `async_op` the last collective is waited for at the result's first use. The gradient of a leaf is
-    resolved to its own sharding when it is accumulated.
-
-    | expression | is |
+    | expression | communication |
     | --- | --- |
-    | `"b s@tp d -> b s d"` | all-gather; backward of a DTensor: what its cotangent needs |
+    | `"b s@tp d -> b s d"` | all-gather |
     | `"b s d | sum@tp -> b s d"` | all-reduce |
     | `"b s d | sum@tp -> b s@tp d"` | reduce-scatter |
     | `"b s@tp d -> b s d@tp"` | all-to-all |
-    | `"b s d -> b s@tp d"` | a local slice |
+    | `"b s d -> b s@tp d"` | none, a local slice |
 
-    Raises `ExpressionError`, `SizeError`, `MeshError` or `ShardingError` on every rank before
-    anything is sent. As `einops.rearrange`, with JAX's partition specs after the `@`.
+    Like `einops.rearrange`, with JAX's partition specs after the `@`.
 
-    >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
-    torch.Size([2, 3, 2])
+    Args:
+        x: A DTensor; a plain tensor, which is this rank's shard; or a list of these, which are stacked along a new
+            first dim.
+        expression: The dims before and after, such as `"b s@tp d -> b s d@tp"`.
+        mesh: The mesh whose axes the expression names. By default the ambient mesh, else that of the tensor.
+        comm_dtype: The dtype in which values are sent, or a pair for `(values, gradients)`.
+        async_op: Wait for the last collective at the first use of the result.
+        sizes: Sizes of names, for names that collide with a parameter.
+        **keywords: Sizes of names; whole sizes where a name has an `@`.
+
+    Returns:
+        A DTensor for a DTensor, a plain tensor for a plain one.
+
+    Raises:
+        ExpressionError: The text isn't an expression.
+        SizeError: Sizes don't follow or disagree.
+        MeshError: There is no mesh, or it lacks an axis.
+        ShardingError: The tensor isn't sharded as the left side says. Every error is raised on all ranks, before
+            anything is sent.
+
+    Examples:
+        >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
+        torch.Size([2, 3, 2])
     """
     return _called("rearrange", x, expression, "", mesh, comm_dtype, async_op, sizes, keywords)
 
@@ -94,18 +107,37 @@ def reduce(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> T:
-    """The dims that the right side lacks reduced by `op`; across ranks where they are split.
+    """Reduce the dims that the right side lacks, also across ranks where they are split.
 
-    op: "sum", "mean", "max", "min"; over dims that aren't split also "prod", "any", "all" or a
-    function of a tensor and the tuple of its dims. A result that stays pending is named, or `| *`.
-    A mean is exact for uneven shards, and an empty shard has no say: where plain shards leave the whole
-    size of a split name open, ranks count together, in one more all-reduce of one number. A size that is
-    given saves it, and a mean that stays pending, or is over one of several names in a split group, needs
-    it. Local sums have the tensor's own dtype whatever `comm_dtype` is; write `x.float()` for a
-    wider one. Otherwise as `rearrange`.
+    A mean is exact for uneven shards. If the whole size of a split name is open, as with plain shards, the ranks
+    count together in one more all-reduce of one number; a given size saves it. Like `einops.reduce`.
 
-    >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
-    [1.0, 4.0]
+    Args:
+        x: As in `rearrange`.
+        expression: The dims before and after, such as `"b@dp s -> s"`. A result that stays pending says so: `|
+            sum@dp` or `| *`.
+        op: `"sum"`, `"mean"`, `"max"` or `"min"`. Over dims that aren't split also `"prod"`, `"any"`, `"all"`, or a
+            function of a tensor and the tuple of its dims.
+        mesh: As in `rearrange`.
+        comm_dtype: As in `rearrange`. Local sums have the tensor's own dtype; write `x.float()` for a wider one.
+        async_op: As in `rearrange`.
+        sizes: As in `rearrange`.
+        **keywords: As in `rearrange`. A mean that stays pending, or that is over one of several names of a split
+            group, needs the sizes.
+
+    Returns:
+        The reduced tensor.
+
+    Raises:
+        ExpressionError: The text isn't an expression.
+        SizeError: Sizes don't follow or disagree.
+        MeshError: There is no mesh, or it lacks an axis.
+        ShardingError: The tensor isn't sharded as the left side says, or the result would stay pending and the right
+            side doesn't say so.
+
+    Examples:
+        >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
+        [1.0, 4.0]
     """
     return _called("reduce", x, expression, op, mesh, comm_dtype, async_op, sizes, keywords)
 
@@ -121,12 +153,31 @@ def repeat(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> T:
-    """The tensor repeated along the names that only the right side has, which need sizes.
+    """Repeat a tensor along the names that only the right side has.
 
-    A new dim that is split is made split: each rank makes its own copies. Otherwise as `rearrange`.
+    A new dim that is split sends nothing: each rank makes its own copies. Like `einops.repeat`.
 
-    >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
-    [[0, 0, 0], [1, 1, 1]]
+    Args:
+        x: As in `rearrange`.
+        expression: The dims before and after, such as `"a -> a n"`.
+        mesh: As in `rearrange`.
+        comm_dtype: As in `rearrange`.
+        async_op: As in `rearrange`.
+        sizes: As in `rearrange`.
+        **keywords: Sizes of names. Every new name needs one.
+
+    Returns:
+        The repeated tensor.
+
+    Raises:
+        ExpressionError: The text isn't an expression.
+        SizeError: A new name has no size, or sizes disagree.
+        MeshError: There is no mesh, or it lacks an axis.
+        ShardingError: The tensor isn't sharded as the left side says.
+
+    Examples:
+        >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
+        [[0, 0, 0], [1, 1, 1]]
     """
     return _called("repeat", x, expression, "", mesh, comm_dtype, async_op, sizes, keywords)
 
@@ -139,29 +190,41 @@ def einsum(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> T:
-    """The einsum of any number of tensors by the expression that comes last.
+    """Multiply any number of tensors, and sum over the names that the result lacks.
 
-    All operands are DTensors, or all are plain tensors that hold this rank's shard; their results
-    and gradients are those of `torch.einsum` on the whole. One axis splits one name of all the
-    operands, or is pending in one of them. Groups of names are opened and merged as in `rearrange`;
-    keywords are sizes, where the operands leave them open; `comm_dtype` and `async_op` are as
-    in `rearrange`. The local product has the operands' dtype: with `comm_dtype=torch.float32` bfloat16
-    products are rounded on each rank before they are added up in 32 bits. Integers are multiplied and summed in int64
-    where a name of one operand alone is summed; torch multiplies some of several operands in their own dtype, and
-    keeps it where that name has the size 1.
+    Values and gradients are those of `torch.einsum` on the whole tensors. An axis splits one name of all operands,
+    or is pending in one of them.
 
-    | expression | is |
+    | expression | computes |
     | --- | --- |
     | `"b s d, d f@tp -> b s f@tp"` | a local product |
-    | `"b s f@tp, f@tp d -> b s@tp d"` | product, reduce-scatter |
-    | `"b s f@tp, f@tp d -> b s d"` | product, all-reduce |
-    | `"b s f, f d -> b s d | *"` | product; pending where f is split |
+    | `"b s f@tp, f@tp d -> b s@tp d"` | a product and a reduce-scatter |
+    | `"b s f@tp, f@tp d -> b s d"` | a product and an all-reduce |
+    | `"b s f, f d -> b s d | *"` | a product, which stays pending where `f` is split |
 
-    Raises `ExpressionError`, `SizeError`, `MeshError` or `ShardingError` on every rank before
-    anything is sent: operands that disagree on a name are shown with the reshard that helps.
+    Args:
+        *tensors_and_expression: The operands, all DTensors or all plain shards, and the expression last.
+        mesh: As in `rearrange`.
+        comm_dtype: As in `rearrange`. The local product has the operands' dtype: with `comm_dtype=torch.float32`,
+            products in bfloat16 are rounded on each rank and then added up in 32 bits.
+        async_op: As in `rearrange`.
+        sizes: As in `rearrange`.
+        **keywords: Sizes of names that the operands leave open.
 
-    >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
-    5.0
+    Returns:
+        The product. Sums of integers over names of one operand alone are in int64; other integers keep torch's
+        dtype.
+
+    Raises:
+        ExpressionError: The text isn't an expression.
+        SizeError: Operands disagree about a size.
+        MeshError: There is no mesh, or it lacks an axis.
+        ShardingError: Operands disagree about a split, or the result would stay pending and the right side doesn't
+            say so. The message has the reshard that helps.
+
+    Examples:
+        >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
+        5.0
     """
     *tensors, expression = tensors_and_expression or (None,)
     distributed = [isinstance(x, DTensor) for x in tensors]

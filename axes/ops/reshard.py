@@ -68,37 +68,49 @@ def reshard(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Any:
-    """`x` in another sharding, by the fewest collectives (`axes.plan` shows them).
+    """Bring a tensor to another sharding, in at most two collectives.
 
-    On a DTensor, `spec` is the whole truth, as a `Sharding` is: a bare dim becomes unsplit, and what isn't
-    named after a `|` is resolved. A `*` stands for what the tensor has: `b@*` keeps the split of a dim,
-    `s@(* tp)` adds to it, `...` stands for dims that stay, `| *` for pending that stays. (To say only what
-    changes, write an arrow: `axes.rearrange(x, "b s@tp d -> b s d@tp")`.) `mesh` moves the tensor to
-    another mesh: other axes of the same ranks, or other ranks, where every rank of both calls this.
-    Keywords are sizes of factors of grouped dims.
+    `axes.plan` shows the collectives. To say only what changes, write an arrow: `axes.rearrange(x, "b s@tp d -> b s
+    d@tp")`. Like JAX's `jax.device_put` and `with_sharding_constraint`.
 
-    On a plain tensor that holds this rank's shard, `spec` is an expression: left of `->` what the shard
-    is, right of it what it becomes, `same@` included. Keywords are whole sizes.
-
-    DTensors by name, with specs by the same names, move together: one exchange for a bucket of them, in place of
-    collectives for each (see `axes.transfer`); those with something pending, or on a sub-mesh, one by one. The result
-    has the same names, and no gradient. Sizes stand in the specs.
-
-    `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
-    With `async_op` the result of the last collective is waited for at its first use. The result is `x`
-    itself, or shares no memory with it. The gradient of a leaf is resolved to its own sharding when it is
-    accumulated.
-
-    | spec | of a DTensor | is | its gradient |
+    | spec | of a DTensor | collective | gradient |
     | --- | --- | --- | --- |
-    | `"b s d"` | `b s@tp d` | all-gather | a reduce-scatter of what is pending, a slice of what is whole |
-    | `"b s d"` | `b s d | sum@tp` | all-reduce | an all-reduce of what is pending, else nothing |
+    | `"b s d"` | `b s@tp d` | all-gather | reduce-scatter if it is pending, else a slice |
+    | `"b s d"` | `b s d | sum@tp` | all-reduce | all-reduce if it is pending, else nothing |
     | `"b s@tp d"` | `b s d | sum@tp` | reduce-scatter | all-gather |
     | `"b s d@tp"` | `b s@tp d` | all-to-all | all-to-all |
-    | `"b s@tp d"` | `b s d` | a slice | nothing: it stays split |
+    | `"b s@tp d"` | `b s d` | none, a slice | nothing: it stays split |
 
-    Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
-    anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
+    Args:
+        x: A DTensor; a plain tensor, which is this rank's shard; or a dict of DTensors, which move together in few
+            collectives, without gradients.
+        spec: The sharding of the result, complete: a dim without an `@` is unsplit, and without a `|` nothing is
+            pending. `b@*` keeps the split of a dim, `s@(* tp)` splits it further, `...` keeps dims, `| *` keeps
+            pending reductions. For a plain tensor an expression: its sharding, `->`, the sharding of the result. For
+            a dict of tensors a dict of specs.
+        mesh: Another mesh for the result: other axes of the same ranks, or other ranks. Every rank of both meshes
+            calls this.
+        comm_dtype: The dtype in which values are sent and reduced, or a pair for `(values, gradients)`.
+        async_op: Wait for the last collective at the first use of the result.
+        sizes: Sizes of names, for names that collide with a parameter.
+        **keywords: Sizes of factors of grouped dims; of a plain tensor whole sizes.
+
+    Returns:
+        `x` itself where nothing changes, else a tensor with memory of its own; for a dict a dict with the same
+        names.
+
+    Raises:
+        ExpressionError: The text isn't a spec.
+        MeshError: There is no mesh, or it lacks an axis.
+        ShardingError: No plan takes the tensor to this sharding, or DTensor can't represent it. Every error is
+            raised on all ranks, before anything is sent.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
+        ...     x = axes.zeros("b s@tp", b=2, s=8)
+        ...     axes.spec_of(reshard(x, "b s")), axes.spec_of(reshard(x, "b@tp s"))
+        ('_ _', '_@tp _')
     """
     request = requested("reshard", spec, "", mesh, comm_dtype, async_op, sizes, keywords)
     plain = type(x) in PLAIN
@@ -147,17 +159,31 @@ def _check_dims(text: str, ndim: int) -> None:
 
 
 def constrain(x: DTensor, spec: str, /, mesh: Mesh | None = None, rules: Rules | None = None, **sizes: int) -> DTensor:
-    """`x` as the rules shard a tensor whose dims have these logical names; `x` itself where it is so already.
+    """Reshard a tensor as the rules say for its logical dims. Like JAX's `with_sharding_constraint` and Flax's
+    `with_logical_constraint`.
 
-    `rules` are the ambient ones by default (`with axes.use_rules(rules):`), `mesh` is that of `x`. Keywords are sizes
-    of names in groups. What is pending is resolved, and dims that no rule splits are gathered: a spec is the whole
-    truth, as in `axes.reshard`, which this calls.
+    A spec is complete, as in `axes.reshard`: dims that no rule splits are gathered, and pending reductions are
+    carried out.
 
-    Raises `ShardingError` where there are no rules, or none about a name; otherwise as `axes.reshard`. As JAX's
-    `with_sharding_constraint` and Flax's `with_logical_constraint`.
+    Args:
+        x: A DTensor.
+        spec: The logical names of its dims, such as `"batch seq embed"`.
+        mesh: The mesh, by default that of `x`.
+        rules: The table, by default that of `axes.use_rules`.
+        **sizes: Sizes of names in groups.
 
-        with axes.use_rules(axes.Rules(batch="dp", seq="cp", embed=None)):
-            x = axes.constrain(x, "batch seq embed")
+    Returns:
+        `x` itself if it is sharded so already.
+
+    Raises:
+        ShardingError: There are no rules, or none for a name; else as `axes.reshard`.
+
+    Examples:
+        >>> import axes
+        >>> rules = axes.Rules(b="dp", d=None)
+        >>> with axes.simulate(2), axes.init_mesh("dp=2", device_type="cpu"), axes.use_rules(rules):
+        ...     axes.spec_of(axes.constrain(axes.zeros("b d@dp", b=4, d=8), "b d"))
+        '_@dp _'
     """
     if not isinstance(x, DTensor):
         check_transforms("axes.constrain")

@@ -180,34 +180,45 @@ def shard_map(
     results: Names = None,
     **specs: str,
 ) -> Any:
-    """`fn` on this rank's shards, as a function of DTensors: `shard_map(fn, "b@dp s -> b@dp s")`.
+    """Make a function of plain shards into a function of DTensors, or the `forward` of a module into a region.
 
-    Of a module it makes `forward` a region, in place, and gives the module back: parameters that are DTensors, as
-    `axes.shard_module` makes them, enter with their own shardings, and plain tensors that go in are taken for this
-    rank's shards, for which plain shards come out (see `module_regions`).
+    The function gets this rank's shards as plain tensors, and calls collectives by axis name. Also a decorator:
+    `@axes.shard_map("b@dp s -> b@dp s")`. Like JAX's `jax.shard_map`.
 
-    Keywords are specs of arguments that may be absent, by the names of the function's parameters:
-    `attention_mask="b@dp s"` is used where a call passes that argument, by position or by keyword, and is the spec of
-    each tensor in it. The left side is about all others. `results={"logits": "b@dp s v@tp"}` asks for results by
-    name, as a dict, a named tuple or a dataclass has them, in whatever order and number they come; nothing stands
-    right of `->` then.
+    Of a module it changes `forward` in place. Parameters that are DTensors enter as this rank's shards. Arguments
+    may be DTensors, or plain tensors, which are taken for shards; then results are plain shards too.
 
-    Also a decorator, `@axes.shard_map("b@dp s -> b@dp s")`. With `check=True` every call compares,
-    over the ranks, the outputs and cotangents that claim to be replicated: costly, for debugging. They
-    are equal bit by bit (so 0.0 isn't -0.0, but NaN is NaN).
+    Args:
+        fn: A function of tensors, or a module. In the form of a decorator, the expression.
+        expression: The shardings of the arguments and of the results: `"b@dp d, d f@tp -> b@dp f@tp"`.
+        mesh: The mesh whose axes the expression names, by default the ambient mesh.
+        check: Compare outputs and gradients that are declared to be replicated between the ranks at every call, bit
+            by bit. This is costly, for debugging.
+        results: Specs of results by name, as `{"logits": "b@dp s v@tp"}`, for functions that return a dict, a named
+            tuple or a dataclass. Then nothing stands right of the arrow.
+        **specs: Specs of arguments that may be absent, by the name of the parameter, as `attention_mask="b@dp s"`.
 
-    A split dim of a result has the global size that its name has on the left, or inline (`f=8@tp`). That of a
-    new name the ranks tell each other, in one small all-gather at each call, for which the host waits. Raises
-    `ExpressionError` for text that doesn't parse, as soon as it is given; at the call `ShardingError` for tensors that
-    aren't sharded as the left side says and for results that can't be what the right side says, `SizeError` on all
-    ranks for results that together aren't one tensor, and `MeshError` for names that the mesh doesn't have.
+    Returns:
+        The function, or the module itself.
 
-    >>> import axes
-    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
-    ...     x, w = axes.ones("b@dp d", b=4, d=6), axes.ones("d f@tp", d=6, f=8)
-    ...     y = shard_map(torch.matmul, "b@dp d, d f@tp -> b@dp f@tp")(x, w)
-    ...     y.shape, y.to_local().shape, axes.spec_of(y)
-    (torch.Size([4, 8]), torch.Size([2, 2]), '_@dp _@tp')
+    Raises:
+        ExpressionError: The text isn't an expression; raised when the region is made.
+        ShardingError: At a call: a tensor isn't sharded as the left side says, or a result isn't what the right side
+            says.
+        SizeError: Results of the ranks aren't shards of one tensor; raised on all ranks.
+        MeshError: The mesh lacks an axis.
+
+    A split dim of a result has the whole size that its name has on the left, or the size that is written (`f=8@tp`).
+    For a new name without a size the ranks exchange their sizes in one small all-gather at each call, and the host
+    waits for it.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+        ...     x, w = axes.ones("b@dp d", b=4, d=6), axes.ones("d f@tp", d=6, f=8)
+        ...     y = shard_map(torch.matmul, "b@dp d, d f@tp -> b@dp f@tp")(x, w)
+        ...     y.shape, y.to_local().shape, axes.spec_of(y)
+        (torch.Size([4, 8]), torch.Size([2, 2]), '_@dp _@tp')
     """
     if not isinstance(check, bool):
         raise ShardingError(f"check is True or False; found {shown(check)}")

@@ -50,9 +50,29 @@ def zeros(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """A sharded tensor of zeros. Every dim of the spec has a size: inline, as keyword or in `sizes`.
+    """A sharded tensor of zeros.
 
-    axes.zeros("b@dp d", mesh=mesh, b=8, d=16)
+    Args:
+        spec: Its dims and their axes. Every dim has a size: in the text (`"b@dp d=16"`), as a keyword or in `sizes`.
+        mesh: The mesh, by default the ambient one.
+        dtype: The dtype, by default torch's default dtype.
+        requires_grad: Whether the tensor is a leaf that needs a gradient.
+        sizes: Sizes of names, for names that collide with a parameter.
+        **keywords: Whole sizes of names.
+
+    Returns:
+        A DTensor on the mesh's device.
+
+    Raises:
+        SizeError: A dim has no size.
+        ShardingError: DTensor can't represent the sharding.
+        MeshError: There is no mesh, or it lacks an axis.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=4", device_type="cpu"):
+        ...     axes.zeros("b@dp d", b=8, d=16).to_local().shape
+        torch.Size([2, 16])
     """
     return _made("axes.zeros", 0, spec, mesh, dtype, requires_grad, sizes, keywords)
 
@@ -67,9 +87,13 @@ def ones(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """A sharded tensor of ones; sizes as in `zeros`.
+    """A sharded tensor of ones. Arguments and errors are those of `zeros`.
 
-    axes.ones("b@dp d=16", mesh=mesh, b=8)
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=4", device_type="cpu"):
+        ...     axes.ones("b@dp d=2", b=4).to_local().tolist()
+        [[1.0, 1.0]]
     """
     return _made("axes.ones", 1, spec, mesh, dtype, requires_grad, sizes, keywords)
 
@@ -85,9 +109,16 @@ def full(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """A sharded tensor of one value, of the value's dtype by default; sizes as in `zeros`.
+    """A sharded tensor of one value. The other arguments and the errors are those of `zeros`.
 
-    axes.full("b@dp d", -1.0, mesh=mesh, b=8, d=16)
+    Args:
+        value: The value of every element. The dtype is that of the value by default.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=4", device_type="cpu"):
+        ...     axes.full("b@dp d", -1.0, b=4, d=2).to_local().tolist()
+        [[-1.0, -1.0]]
     """
     if not isinstance(value, numbers.Number):
         raise ShardingError(f"axes.full takes a number; found {shown(value)}")
@@ -109,9 +140,13 @@ def empty(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """A sharded tensor with whatever lies in memory; sizes as in `zeros`.
+    """A sharded tensor of arbitrary values. Arguments and errors are those of `zeros`.
 
-    axes.empty("b@dp d", mesh=mesh, b=8, d=16)
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=4", device_type="cpu"):
+        ...     axes.empty("b@dp d", b=8, d=16).to_local().shape
+        torch.Size([2, 16])
     """
     return _made("axes.empty", None, spec, mesh, dtype, requires_grad, sizes, keywords)
 
@@ -126,11 +161,16 @@ def rand(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """Uniform in [0, 1): the same tensor for the same seed on every mesh; sizes as in `zeros`.
+    """A sharded tensor of random values, uniform in [0, 1). Arguments and errors are those of `zeros`.
 
-    The seed is drawn from torch's default CPU generator of the mesh's first rank.
+    The same seed gives the same tensor on every mesh. The seed is drawn from torch's default CPU generator of the
+    mesh's first rank.
 
-        torch.manual_seed(0); axes.rand("b@dp d", mesh=mesh, b=8, d=16)
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=4", device_type="cpu"):
+        ...     axes.rand("b@dp d", b=8, d=16).to_local().shape
+        torch.Size([2, 16])
     """
     return _made("axes.rand", uniform_at, spec, mesh, dtype, requires_grad, sizes, keywords)
 
@@ -145,11 +185,16 @@ def randn(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """Normal with mean 0 and variance 1: the same tensor for the same seed on every mesh.
+    """A sharded tensor of normal random values, with mean 0 and variance 1. Arguments and errors are those of `zeros`.
 
-    The seed is drawn from torch's default CPU generator of the mesh's first rank; sizes as in `zeros`.
+    The same seed gives the same tensor on every mesh. The seed is drawn from torch's default CPU generator of the
+    mesh's first rank.
 
-        torch.manual_seed(0); axes.randn("b@dp d", mesh=mesh, b=8, d=16)
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=4", device_type="cpu"):
+        ...     axes.randn("b@dp d", b=8, d=16).to_local().shape
+        torch.Size([2, 16])
     """
     return _made("axes.randn", normal_at, spec, mesh, dtype, requires_grad, sizes, keywords)
 

@@ -65,17 +65,25 @@ def as_timeout(timeout: object, what: str) -> timedelta | None:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How the group of an axis is made, where it isn't like the default group.
+    """How the process group of an axis is made, if it isn't like the default group.
 
-    `backend` is a name as for `init_process_group` (`"nccl"`, `"cpu:gloo,cuda:nccl"`), `pg_options`
-    the options object of that backend, `timeout` a `timedelta` or seconds. A `lane`, any word, gives an
-    axis of a mesh a communicator of its own where the same ranks of other meshes share one: what runs on it doesn't
-    wait for what runs on theirs. Equal options make one group; options objects are equal where they are the same one.
+    Equal options share one group. Options objects of a backend are equal if they are the same object.
 
-    >>> GroupOptions("gloo", timeout=30) == GroupOptions("gloo", timeout=timedelta(seconds=30))
-    True
-    >>> GroupOptions(lane="gradients") == GroupOptions()
-    False
+    Args:
+        backend: A name as for `init_process_group`: `"nccl"`, `"cpu:gloo,cuda:nccl"`.
+        pg_options: The options object of that backend.
+        timeout: How long the group waits, a `timedelta` or seconds.
+        lane: Any word. It gives an axis of a mesh a communicator of its own; without it, meshes share one for the
+            same ranks.
+
+    Raises:
+        MeshError: A value isn't valid.
+
+    Examples:
+        >>> GroupOptions("gloo", timeout=30) == GroupOptions("gloo", timeout=timedelta(seconds=30))
+        True
+        >>> GroupOptions(lane="gradients") == GroupOptions()
+        False
     """
 
     backend: str | None = None
@@ -280,10 +288,14 @@ def create_groups(mesh: Mesh, names: Iterable[str]) -> dict[str, dist.ProcessGro
 
 
 def process_groups() -> ProcessGroups:
-    """The communicators of this process that axes knows, the default group first: a list, printed one a line.
+    """The communicators of this process that axes knows, the default group first.
 
-    >>> process_groups()            # nothing runs yet
-    []
+    Returns:
+        A list, which prints one communicator a line: its names, ranks and backend.
+
+    Examples:
+        >>> process_groups()            # nothing runs yet
+        []
     """
     if dist.group.WORLD is None:
         return ProcessGroups()
@@ -291,10 +303,13 @@ def process_groups() -> ProcessGroups:
 
 
 def destroy_process_groups() -> None:
-    """Ends every group that axes made, and `torch.distributed` where `init_mesh` started it.
+    """End every process group that axes made, and `torch.distributed` if `init_mesh` started it. All ranks call it.
 
-    All ranks call it. Adopted groups, and a default group that axes didn't start, belong to whoever
-    made them. Meshes stay usable: their groups are made anew at the next use.
+    Groups of a `DeviceMesh` of yours, and a default group that you started, stay. Meshes stay usable: their groups
+    are made anew at the next use. DTensors of before can't be used any more.
+
+    Examples:
+        >>> destroy_process_groups()    # nothing runs: nothing to end
     """
     if dist.group.WORLD is not None:
         world = current_world()

@@ -63,26 +63,38 @@ def shard(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """A tensor that every rank has whole, as a DTensor that keeps this rank's shard of it.
+    """Make a DTensor of a tensor that every rank has whole; each rank keeps its shard.
 
-    Nothing is sent, unless `source_rank` names a global rank whose tensor is broadcast first, to
-    the ranks of the mesh alone, each of which passes a tensor of its shape and dtype: of
-    `mesh["tp"]` these are the ranks along `tp` through this one, and the ranks along another call
-    `shard` by themselves, or not at all, with a source of their own. The shard is a copy on the
-    mesh's device. Sizes are those of factors of grouped dims. As
-    `torch.distributed.tensor.distribute_tensor`, which always broadcasts.
+    Nothing is sent, unless `source_rank` is given. Like `torch.distributed.tensor.distribute_tensor`, which always
+    sends the tensor of rank 0.
 
-    Of a leaf it makes a new leaf, to which `requires_grad` carries over; its gradient is resolved to
-    its own sharding. Inside a computation it is differentiable: every rank of the mesh gets the whole
-    gradient, which is gathered.
+    A leaf becomes a new leaf, with the same `requires_grad`; its gradient is reduced to its own sharding. Inside of
+    a computation the call is differentiable: every rank gets the whole gradient, which is gathered. Inside of
+    `axes.use_rules`, a spec without an `@` is in logical names.
 
-    Inside `axes.use_rules` a spec without an `@` is in logical names, which the rules put on the mesh.
+    Args:
+        tensor: The whole tensor, equal on every rank of the mesh.
+        spec: Its dims and their axes, such as `"batch@dp embed"`. Nothing is pending.
+        mesh: The mesh, by default the ambient one.
+        source_rank: A global rank of the mesh whose tensor is broadcast first. The others pass a tensor of its shape
+            and dtype.
+        sizes: Sizes of factors of grouped dims, for names that collide with a parameter.
+        **keywords: Sizes of factors of grouped dims.
 
-    Raises `ShardingError` for a spec that doesn't fit the tensor, that has something pending, or
-    that DTensor can't express for this shape; the same on every rank, before anything is sent, where
-    all pass tensors of one shape.
+    Returns:
+        A DTensor, whose shard is a copy on the mesh's device.
 
-        w = axes.shard(weight, "(qkv=3 heads@tp dim) embed@fsdp", mesh=mesh, heads=16)
+    Raises:
+        ShardingError: The spec doesn't fit the tensor, has a pending reduction, or can't be represented by DTensor
+            for this shape.
+        MeshError: There is no mesh, or it lacks an axis.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        ...     w = axes.shard(torch.zeros(24, 8), "(qkv=3 heads@tp dim) embed@dp", heads=4)
+        ...     w.to_local().shape
+        torch.Size([12, 4])
     """
     mesh = required_mesh(mesh, "axes.shard")
     if tensor is None and source_rank is not None:
@@ -151,30 +163,40 @@ def from_local(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """The DTensor whose shard on this rank is `local`, which isn't copied.
+    """Make a DTensor of this rank's shard, which isn't copied. Like `DTensor.from_local`.
 
-    Every rank has to know the whole shape. Give it as `shape`, or give the whole sizes of split dims by name, as
-    keywords or in `sizes`: then nothing is sent. Otherwise the ranks tell each other how much they have, in one small
-    all-gather over the axes of these dims, at each call, and the host waits for it: in a loop, give the sizes. Parts
-    that aren't the shards of one tensor (rows 3, 1, 2, 4 of four ranks aren't `torch.chunk`'s) are a `SizeError` on
-    all these ranks. A compiled graph takes split dims without a size to be even, and compares that when it runs.
+    Every rank must know the whole shape. If neither `shape` nor the whole sizes of the split dims are given, the
+    ranks exchange their sizes in one small all-gather at each call, and the host waits for it: give the sizes in a
+    loop. A compiled graph takes split dims without a size to be even, and checks it when it runs.
 
-    What isn't split must be equal on every rank of the mesh.
+    It is differentiable. Over an axis that splits the tensor, the gradient of `local` is this rank's shard of the
+    gradient; over a pending axis it is the whole gradient.
 
-    Differentiable. Over a split axis the gradient of `local` is this rank's shard of it, over a pending
-    one the whole. Where `local` needs a gradient and is replicated over an axis, `grad` says how ranks
-    have made their copies:
+    Args:
+        local: This rank's shard. Over an axis that the spec doesn't name, it is equal on all ranks.
+        spec: The sharding, such as `"batch@dp embed | sum@tp"`. `| same@tp` says `grad="whole"` for some axes only.
+        mesh: The mesh, by default the ambient one.
+        shape: The whole shape.
+        grad: Which gradient the ranks get over an axis on which `local` is replicated, if it needs one. `"whole"`:
+            every rank computes the same, and gets the whole gradient. `"summed"`: every rank computes its own, and
+            the gradients are added up in the end.
+        sizes: Whole sizes of split dims by name, for names that collide with a parameter.
+        **keywords: Whole sizes of split dims by name.
 
-    - `grad="whole"`: each does the same, and gets the whole gradient, as of torch's `DTensor.from_local`.
-    - `grad="summed"`: each in its own way, whose gradients are added up in the end. They get summands.
+    Returns:
+        A DTensor that shares the memory of `local`.
 
-    `| same@tp` in the spec says "whole" of some axes, and `grad` is for the others.
+    Raises:
+        ShardingError: `local` isn't the shard that the spec and the shape say, or `grad` is needed and missing.
+        SizeError: The parts of the ranks aren't shards of one tensor, as `torch.chunk` cuts them.
+        MeshError: There is no mesh, or it lacks an axis.
 
-    Raises `ShardingError` where `local` isn't the shard that the spec and the shape say, or where it
-    isn't said what gradient it gets.
-
-        h = axes.from_local(torch.randn(4, 8), "batch@dp embed | sum@tp", mesh=mesh)
-        h = axes.from_local(h.to_local().tanh(), "batch@dp embed", mesh=mesh, grad="whole")
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        ...     h = axes.from_local(torch.ones(4, 8), "batch@dp embed | sum@tp", batch=8)
+        ...     h.shape, axes.spec_of(h)
+        (torch.Size([8, 8]), '_@dp _ | sum@tp')
     """
     mesh, is_open = required_mesh(mesh, "axes.from_local"), shape is None
     try:
@@ -227,35 +249,55 @@ def _apart(sizes: Given) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def unshard(x: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank, pending reductions done.
+    """The whole tensor on every rank, with pending reductions carried out. Like `DTensor.full_tensor`.
 
-    Differentiable: its gradient is the whole one on every rank, which uses it in the same way as all others.
+    It is differentiable: its gradient is whole on every rank, and every rank uses it in the same way.
 
-        axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
+    Args:
+        x: A DTensor.
+
+    Returns:
+        A plain tensor of the whole shape.
+
+    Raises:
+        ShardingError: `x` isn't a DTensor.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(2), axes.init_mesh("dp=2", device_type="cpu"):
+        ...     axes.unshard(axes.shard(torch.arange(8), "n@dp")).shape
+        torch.Size([8])
     """
     _check_distributed("axes.unshard", x)
     return traced(_whole, (), (x,)) if torch.compiler.is_compiling() else unsharded(used(x))
 
 
 def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> torch.Tensor:
-    """This rank's shard as a plain tensor. Nothing is sent or copied.
+    """This rank's shard of a DTensor as a plain tensor. Nothing is sent or copied. Like `DTensor.to_local`.
 
-    `spec` asserts how `x` is sharded, whole as everywhere: a bare name is unsplit.
+    It is differentiable. Over an axis that splits the tensor, the gradient is this rank's shard; over a pending axis
+    it is the whole gradient.
 
-    Differentiable. Over a split axis its gradient is this rank's shard of the one gradient, over a
-    pending one the whole. Where `x` needs a gradient and is replicated over an axis, `grad` says how
-    ranks use their copies:
+    Args:
+        x: A DTensor.
+        spec: An assertion of how `x` is sharded, complete: a dim without an `@` is unsplit. `| same@tp` says
+            `grad="whole"` for some axes only.
+        grad: How the ranks use their copies over an axis on which `x` is replicated, if it needs a gradient.
+            `"whole"`: all ranks compute the same, and each has the whole gradient. `"summed"`: each rank computes
+            its own, and the gradients add up.
 
-    - `grad="whole"`: each does the same, and has the whole gradient, as torch's `x.to_local()` takes it.
-    - `grad="summed"`: each in its own way, and the gradients add up.
+    Returns:
+        A plain tensor that shares the memory of `x`.
 
-    `| same@tp` in the spec says "whole" of some axes, and `grad` is for the others.
+    Raises:
+        ShardingError: `x` isn't sharded as the spec says, or `grad` is needed and missing.
 
-    Raises `ShardingError` where `x` isn't sharded as the spec says, or where it isn't said what its
-    gradient is.
-
-        rows = axes.to_local(x, grad="whole") @ weight
-        rows = axes.to_local(x, "batch@dp embed | same@tp") @ weight
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        ...     x = axes.ones("batch@dp embed", batch=8, embed=4, requires_grad=True)
+        ...     axes.to_local(x, grad="whole").shape
+        torch.Size([4, 4])
     """
     _check_distributed("axes.to_local", x)
     check_grad("axes.to_local", grad)
@@ -306,7 +348,20 @@ def _leaving(
 
 
 def spec_of(x: DTensor) -> str:
-    """The sharding of a DTensor as text; its dims have no names: `'_@dp _@(cp tp) _ | sum@ep'`."""
+    """The sharding of a DTensor as text, such as `'_@dp _@(cp tp) _ | sum@ep'`: its dims have no names.
+
+    Args:
+        x: A DTensor.
+
+    Raises:
+        ShardingError: `x` isn't a DTensor, or has placements that no spec can say.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"):
+        ...     axes.spec_of(axes.zeros("b d@tp", b=2, d=4))
+        '_ _@tp'
+    """
     _check_distributed("axes.spec_of", x)
     return _text(x.device_mesh, x.placements, x.ndim) if torch.compiler.is_compiling() else sharding_of(x).spec
 
@@ -314,7 +369,17 @@ def spec_of(x: DTensor) -> str:
 def sharding_of(x: DTensor) -> Sharding:
     """The sharding of a DTensor, on the mesh that it was made on.
 
-    Raises `ShardingError` for placements that no spec can say.
+    Args:
+        x: A DTensor.
+
+    Raises:
+        ShardingError: `x` isn't a DTensor, or has placements that no spec can say.
+
+    Examples:
+        >>> import axes
+        >>> with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"):
+        ...     axes.sharding_of(axes.zeros("b d@tp", b=2, d=4)).local_shape((2, 4))
+        (2, 2)
     """
     _check_distributed("axes.sharding_of", x)
     if torch.compiler.is_compiling():

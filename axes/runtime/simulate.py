@@ -27,18 +27,25 @@ MOST = 1 << 22
 
 @contextmanager
 def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Makes this process rank `rank` of a world of `world_size` ranks, until the block ends.
+    """Make this process one rank of a simulated job of any size, until the block ends.
 
-    Everything that `torch.distributed` and DTensor keep of the world goes with it, so that the next
-    one, simulated or real, starts clean. Raises `AxesError` for a size or rank that can't be, and
-    where `torch.distributed` runs already.
+    Shapes, groups and plans are those of a real job. Collectives send nothing, so values that would come from other
+    ranks are arbitrary. It uses torch's fake backend.
 
-    >>> import torch.distributed as dist
-    >>> with simulate(131072, rank=77777):
-    ...     dist.get_rank(), dist.get_world_size()
-    (77777, 131072)
-    >>> dist.is_initialized()
-    False
+    Args:
+        world_size: The number of ranks.
+        rank: The rank that this process is.
+
+    Raises:
+        AxesError: The size or the rank isn't valid, or `torch.distributed` runs already.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> with simulate(131072, rank=77777):
+        ...     dist.get_rank(), dist.get_world_size()
+        (77777, 131072)
+        >>> dist.is_initialized()
+        False
     """
     size, at = whole_number(world_size), whole_number(rank)
     if size is None or not 1 <= size <= MOST:

@@ -92,26 +92,38 @@ def init_mesh(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Mesh:
-    """A mesh over the running job; every rank of `ranks` calls it with the same arguments.
+    """Make a mesh over the running job. Every rank of `ranks` calls it with the same arguments.
 
-    `declaration`, `equations` and sizes are as for `axes.Mesh`; sizes that are left out follow from
-    the number of ranks. `ranks` are global ranks in the order of the mesh, by default the whole
-    world; a rank outside them takes no part and gets a mesh whose `coordinate` is None.
-    `ranks_per_node`: how many consecutive ranks share a node, by default the launcher's `LOCAL_WORLD_SIZE`
-    where the world is larger.
-    `device_type` is the current accelerator, or "cpu" where there is none or the running world
-    doesn't serve it. `options` gives axes, by name, groups that aren't like the default group; a
-    product of axes has options where it has a name that was given them.
-    `timeout` (a `timedelta` or seconds, by default that of the default group) bounds how long ranks
-    wait for one another: here, when groups are made, in transfers between CPUs, and in what the
-    default group does from here on, torch's own collectives included.
+    It starts `torch.distributed` from the launcher's environment where it isn't running. Without a launcher it makes
+    a world of one rank. Like `torch.distributed.init_device_mesh` and JAX's `jax.make_mesh`.
 
-    Raises what `axes.Mesh` raises, `MeshError` for ranks, options or an environment that can't be,
-    and `DesyncError` on every rank where ranks disagree or one doesn't come.
+    Args:
+        declaration: The axes, slowest first: `"pp dp=2 tp"`. A size that is left out follows from the number of
+            ranks.
+        *equations: Further names for the same ranks: `"fsdp = dp cp"`, `"(dp cp) = rows cols"`.
+        device_type: `"cuda"`, `"cpu"`, ...; by default the current accelerator, or "cpu" where there is none.
+        ranks: Global ranks in the order of the mesh, by default the whole world. A rank that isn't among them gets a
+            mesh whose `coordinate` is None.
+        ranks_per_node: How many consecutive ranks share a node, by default the launcher's `LOCAL_WORLD_SIZE`.
+        options: `GroupOptions` by axis name, for groups that aren't like the default group.
+        timeout: How long ranks wait for each other, a `timedelta` or seconds; by default as the default group. It
+            holds for the default group too.
+        sizes: Sizes of names, for names that collide with a parameter.
+        **keywords: Sizes of names.
 
-    >>> mesh = init_mesh("dp tp", tp=1, device_type="cpu")      # no launcher: a world of one
-    >>> mesh.shape, mesh.coordinate
-    ({'dp': 1, 'tp': 1}, {'dp': 0, 'tp': 0})
+    Returns:
+        A mesh that is bound to the job.
+
+    Raises:
+        ExpressionError: The text isn't a declaration.
+        SizeError: Sizes don't follow, or don't multiply to the number of ranks.
+        MeshError: Names, ranks, options or the environment aren't valid.
+        DesyncError: Ranks disagree, or one doesn't come; raised on every rank.
+
+    Examples:
+        >>> mesh = init_mesh("dp tp", tp=1, device_type="cpu")      # no launcher: a world of one
+        >>> mesh.shape, mesh.coordinate
+        ({'dp': 1, 'tp': 1}, {'dp': 0, 'tp': 0})
     """
     starts = dist.group.WORLD is None
     if starts:

@@ -30,53 +30,64 @@ def explain(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Explanation:
-    """What an expression does on a mesh, every collective of a step of a module or function, or what a transfer moves.
+    """Say what an expression does on a mesh, list every collective of a step, or show what a transfer moves.
 
-    **An expression**, `explain("b s@tp d -> b s d", (8, 64, 32), mesh="tp=4")`: how it is read, its sizes, this rank's
-    shards, and what is sent forward and backward with bytes and estimated time. `inputs` are the whole shapes of its
-    operands; without them, keywords are the sizes of all names. The left side is how the operands lie. An expression of
-    one operand is a rearrangement, a reduction by `op` or a repetition, one of several an einsum. `dtype` is that of
-    the tensors. No process is needed. A region is explained as a step, with its function.
+    **An expression**, `explain("b s@tp d -> b s d", (8, 64, 32), mesh="tp=4")`: how it is read, its sizes, this
+    rank's shards, and the communication forward and backward, with bytes and estimated time. No process is needed.
 
-    **A step**, `explain(step, x, y)`: `step(x, y)` runs, and then the backward pass from what it returns, where that
-    needs gradients. Of each collective it is told who asked for it (axes, the program, or torch unasked, as DTensor
-    and FSDP2 do), the expression or operation, the axes, bytes, the path of the module and the line of the program;
-    for a gradient the line of the forward. Totals are per axis. In a simulated world (`axes.simulate`) one process
-    shows the step of any rank; in a running job all ranks call it. What is compiled runs eagerly. Gradients of a
-    module's parameters, and random numbers, are afterwards as before.
+    **A step**, `explain(step, x, y)`: runs `step(x, y)`, and the backward pass from its result if that needs
+    gradients. Each collective has its origin (axes, the program, or torch, as DTensor and FSDP2), the expression or
+    operation, the axes, the bytes, the path of the module, and the line of the program; a gradient has the line of
+    the forward pass. In `axes.simulate` one process shows the step of any rank; in a running job all ranks call it.
+    Compiled functions run eagerly. Gradients of parameters and random numbers are afterwards as before.
 
-    **A transfer**, `explain(move)` or `explain(move.at(rank))`: the tensors with how they lie on both sides, the bytes
-    of all ranks with the least that any plan could send, and bucket by bucket what the rank does. With tensors,
-    `explain(move, tensors)`, it is a step.
+    **A transfer**, `explain(move)` or `explain(move.at(rank))`: the tensors and their shardings on both sides, the
+    bytes of all ranks beside the least possible, and the buckets of one rank. With tensors, `explain(move,
+    tensors)`, it is a step.
 
-    `mesh` is a mesh or its text, the ambient mesh by default. Where no job runs, a step gets a simulated world of that
-    mesh, which is ambient in it. The result prints itself, and has `json()`, `html()` and `svg()`.
+    Args:
+        what: An expression, a function, a module or a transfer.
+        *inputs: The whole shapes of the operands, or the arguments of the step.
+        mesh: A mesh or its text, by default the ambient mesh. A step without a job gets a simulated job of this
+            mesh.
+        dtype: The dtype of the operands.
+        op: The reduction, for an expression that drops names. An expression of one operand is a rearrangement, a
+            reduction or a repetition, and one of several operands an einsum. Explain a region by its function.
+        sizes: Sizes of names, for names that collide with a parameter.
+        **keywords: Sizes of names. Without shapes, the sizes of all names.
 
-    Raises for an expression what its operation raises, `MeshError` without a mesh, `SizeError` for sizes that are
-    missing, `AxesError` for what can't be explained.
+    Returns:
+        An `Explanation`, which prints itself, and has `json()`, `html()` and `svg()`.
 
-    >>> import torch, axes
-    >>> print(explain("b s@tp d -> b s d", (8, 64, 32), mesh="dp=2 tp=4"))
-    rearrange "b s@tp d -> b s d"
-    read as
-      operand  [8, 64, 32] float32  b s@tp d
-      result   [8, 64, 32] float32  b s d
-      sizes    b=8 s=64 d=32
-      mesh     dp=2 tp=4, seen from rank 0
-    shards
-      operand  [8, 16, 32]  at most 16.0 KiB on a rank
-      result   [8, 64, 32]  at most 64.0 KiB on a rank
-    communication
-      all_gather  tp  48.0 KiB  20 us  result
-    backward, of DTensors: the result's gradient lies as the result
-      nothing is sent
-    backward, of plain shards: the sum of all ranks' losses
-      reduce_scatter  tp  48.0 KiB  20 us  gradient
-    >>> def step():
-    ...     x = axes.ones("b@tp d", b=8, d=4).requires_grad_()
-    ...     return axes.einsum(x, "b@tp d -> d").sum()
-    >>> [(each["kind"], each["axes"], each["bytes_in"]) for each in explain(step, mesh="tp=4").json()["collectives"]]
-    [('all_reduce', ['tp'], 24)]
+    Raises:
+        AxesError: The argument can't be explained.
+        MeshError: There is no mesh.
+        SizeError: Sizes are missing. An expression raises what its operation raises, too.
+
+    Examples:
+        >>> import torch, axes
+        >>> print(explain("b s@tp d -> b s d", (8, 64, 32), mesh="dp=2 tp=4"))
+        rearrange "b s@tp d -> b s d"
+        read as
+          operand  [8, 64, 32] float32  b s@tp d
+          result   [8, 64, 32] float32  b s d
+          sizes    b=8 s=64 d=32
+          mesh     dp=2 tp=4, seen from rank 0
+        shards
+          operand  [8, 16, 32]  at most 16.0 KiB on a rank
+          result   [8, 64, 32]  at most 64.0 KiB on a rank
+        communication
+          all_gather  tp  48.0 KiB  20 us  result
+        backward, of DTensors: the result's gradient lies as the result
+          nothing is sent
+        backward, of plain shards: the sum of all ranks' losses
+          reduce_scatter  tp  48.0 KiB  20 us  gradient
+        >>> def step():
+        ...     x = axes.ones("b@tp d", b=8, d=4).requires_grad_()
+        ...     return axes.einsum(x, "b@tp d -> d").sum()
+        >>> found = explain(step, mesh="tp=4").json()["collectives"]
+        >>> [(each["kind"], each["axes"], each["bytes_in"]) for each in found]
+        [('all_reduce', ['tp'], 24)]
     """
     given = dict(written_sizes(keywords, sizes))
     if isinstance(what, str):

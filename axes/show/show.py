@@ -91,31 +91,40 @@ class Picture:
 def show(
     x: Mesh | Sharding | Plan | Transfer | DTensor, shape: Sequence[int] | None = None, *, rank: int | None = None
 ) -> Picture:
-    """A picture of a mesh, a sharding, a plan, a transfer or a DTensor, as text, SVG or HTML. Needs no process.
+    """Draw a mesh, a sharding, a plan, a transfer or a DTensor, as text, SVG or HTML. Needs no process.
 
-    Of a mesh: the ranks as a grid, the last axis across, and the groups that each name forms. Of a sharding of
-    a tensor of `shape` (left out: any that divides) and of a DTensor: the blocks, with the ranks that hold each;
-    `0 4` are copies, `sum(0 4)` summands. Of a plan: each step, what each rank sends to each, bytes, time.
-    Of a transfer: its tensors, what each rank sends to each, the most and the least, the buckets of one rank.
+    - A mesh: the ranks as a grid, the last axis across, and the groups of each name.
+    - A sharding or a DTensor: the blocks of the tensor, with the ranks that hold each. `0 4` are copies, `sum(0 4)`
+      terms of a sum.
+    - A plan: for each step the bytes that each rank sends to each other, and the time.
+    - A transfer: its tensors, the bytes that each rank sends to each other, and the buckets of one rank.
 
-    rank: the global rank to see it from, by default the one that `x` is seen from. Its place is in brackets,
-    the ranks that it communicates with bear the letter of the axis, and what is large is folded around it.
+    Args:
+        x: The object.
+        shape: The whole shape of the tensor, for a sharding; by default any shape that divides.
+        rank: The global rank to see it from, by default that of `x`. Its place is in brackets, and the ranks that it
+            communicates with have the letter of the axis. A large picture is folded around this rank.
 
-    Raises `ShardingError` for anything else and for a shape where there is one already, `MeshError` for a rank
-    that isn't of the mesh.
+    Returns:
+        A picture, which a terminal prints and a notebook draws. It has `str()`, `svg()` and `html()`.
 
-    >>> from axes.algebra.mesh import Mesh
-    >>> print(show(Mesh("dp=2 tp=4"), rank=5))
-    Mesh dp=2 tp=4
-    8 ranks, seen from rank 5
-    <BLANKLINE>
-    dp  tp  0  1  2  3
-    0       0  1d 2  3
-    1       4t[5] 6t 7t
-    <BLANKLINE>
-       axis  size  at  group of rank 5  all groups
-    d  dp       2   1  1 5              4: 0 4, 1 5, 2 6, 3 7
-    t  tp       4   1  4..7             2: 0..3, 4..7
+    Raises:
+        ShardingError: `x` can't be drawn, or a shape is given where `x` has one.
+        MeshError: The mesh lacks the rank.
+
+    Examples:
+        >>> from axes.algebra.mesh import Mesh
+        >>> print(show(Mesh("dp=2 tp=4"), rank=5))
+        Mesh dp=2 tp=4
+        8 ranks, seen from rank 5
+        <BLANKLINE>
+        dp  tp  0  1  2  3
+        0       0  1d 2  3
+        1       4t[5] 6t 7t
+        <BLANKLINE>
+           axis  size  at  group of rank 5  all groups
+        d  dp       2   1  1 5              4: 0 4, 1 5, 2 6, 3 7
+        t  tp       4   1  4..7             2: 0..3, 4..7
     """
     seen = None if rank is None else checked_rank("rank", rank)
     if shape is not None and isinstance(x, (Mesh, Plan, Transfer, *_dtensors())):

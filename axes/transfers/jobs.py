@@ -78,20 +78,31 @@ def connect(
     peers: Sequence[str] = ("trainer", "generator"),
     timeout: timedelta | float | None = None,
 ) -> JobLink:
-    """Join this job to others, to exchange tensors with them. All ranks of `mesh` call it.
+    """Join this job to other jobs, to exchange tensors with them. All ranks of the mesh call it.
 
-    store: one that all jobs reach, such as a `TCPStore`, or a `FileStore` on one host; who hosts it should outlive the
-    jobs. A `PrefixStore` of it keeps links apart. name: this job's, among `peers`, whose order numbers the ranks of a
-    transfer. timeout: how long ranks wait for one another in each phase, by default as in the mesh's groups.
+    Each job has its own `torch.distributed`, which it starts and ends by itself; a job of one rank needs none.
+    `connect` waits for no other job, and a transfer does, so jobs may start in any order. A job that joins under a
+    name that is taken replaces the job before.
 
-    Each job has its own `torch.distributed`, started and ended on its own; a job of one rank needs none. `connect`
-    waits for no other job: a transfer does, so that jobs may start in any order. A job that joins under a name that is
-    taken replaces the one before, and the next transfer is with it.
+    Args:
+        store: A store that all jobs reach, such as a `TCPStore`, or a `FileStore` on one host. Its host should
+            outlive the jobs. A `PrefixStore` of it keeps links apart.
+        name: The name of this job, one of `peers`.
+        mesh: The mesh of this job.
+        peers: The names of all jobs. Their order numbers the ranks of a transfer.
+        timeout: How long ranks wait for each other in each phase, a `timedelta` or seconds; by default as the mesh's
+            groups.
 
-    Raises `MeshError` for what can't be a link, `DesyncError` where ranks of this job differ or don't come.
+    Returns:
+        A link, with `send`, `receive` and `close`.
 
-    >>> link = connect(dist.HashStore(), "trainer", Mesh("dp=1"), timeout=5)
-    >>> link.close()
+    Raises:
+        MeshError: The store, the names or the mesh aren't valid.
+        DesyncError: Ranks of this job disagree, or one doesn't come.
+
+    Examples:
+        >>> link = connect(dist.HashStore(), "trainer", Mesh("dp=1"), timeout=5)
+        >>> link.close()
     """
     if not isinstance(store, dist.Store):
         raise MeshError(f"a link is made at a torch.distributed store, such as a TCPStore; found {shown(store)}")

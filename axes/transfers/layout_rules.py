@@ -111,23 +111,24 @@ class LayoutRules:
 
     The first rule that is about a tensor applies. A tensor that no rule is about keeps its name and shape.
 
-    >>> rules = LayoutRules(
-    ...     {
-    ...         "model.*.experts.{e}.up": ("*.up", "e f d -> e d f"),
-    ...         "model.*.q": ("*.q", "(h two k) d -> (h k two) d"),
-    ...         "model.*": "*",
-    ...     },
-    ...     h=2, two=2,
-    ... )
-    >>> print(rules.applied({"model.0.experts.0.up": (6, 4), "model.0.experts.1.up": (6, 4), "model.norm": (4,),
-    ...                      "model.0.q": (8, 4)}))
-    4 tensors -> 3 tensors
-      model.0.experts.0.up [6, 4], model.0.experts.1.up [6, 4] -> 0.up [2, 4, 6]
-      model.norm [4] -> norm [4]
-      model.0.q [8, 4] -> 0.q [8, 4]
-
     Raises `ExpressionError` for text outside the grammar, `ShardingError` for names that can't be or that no tensor
     has, `SizeError` for sizes that don't follow or don't fit.
+
+    Examples:
+        >>> rules = LayoutRules(
+        ...     {
+        ...         "model.*.experts.{e}.up": ("*.up", "e f d -> e d f"),
+        ...         "model.*.q": ("*.q", "(h two k) d -> (h k two) d"),
+        ...         "model.*": "*",
+        ...     },
+        ...     h=2, two=2,
+        ... )
+        >>> print(rules.applied({"model.0.experts.0.up": (6, 4), "model.0.experts.1.up": (6, 4), "model.norm": (4,),
+        ...                      "model.0.q": (8, 4)}))
+        4 tensors -> 3 tensors
+          model.0.experts.0.up [6, 4], model.0.experts.1.up [6, 4] -> 0.up [2, 4, 6]
+          model.norm [4] -> norm [4]
+          model.0.q [8, 4] -> 0.q [8, 4]
     """
 
     rules: tuple[LayoutRule, ...]

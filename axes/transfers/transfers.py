@@ -371,34 +371,44 @@ def transfer(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Transfer:
-    """A plan that takes tensors from one layout to another: a state dict, a batch, a cache, on any ranks.
+    """Plan the move of many tensors from one layout to another, on any ranks: a state dict, a batch, a cache.
 
-    `sources` and `targets` map the same names to specs, whole ones (a bare dim is unsplit), or to `Sharding`s.
-    `source_mesh` and `target_mesh` say where: a mesh, or meshes by patterns of names as `fnmatch` reads them, the first
-    that matches applies (`{"layers.0.*": stage0, "*": stage1}`); the ambient mesh by default. The ranks of the two
-    sides may be the same, others, or some of both, in any order. `shapes` maps names to whole shapes, or to anything
-    that has a `shape` (and a `dtype`), such as a module's tensors on the device `meta`.
+    The ranks of the two sides may be the same, others, or some of both. In a running job every rank of either side
+    calls the plan with its tensors: `move(tensors)`. Planning needs no process: `print(move)` shows what is sent,
+    and `move.at(rank)` is the part of one rank.
 
-    `dtype` is what tensors become before they are sent, one for all or by patterns of the targets' names; without it
-    they keep their own. `rules`, a table or `axes.LayoutRules`, says how names and layouts of the two sides relate
-    where they differ; `shapes` are then those of the sources. `bucket_mb` bounds the buffers: tensors go together in
-    buckets of as many MiB. Keywords are sizes of names in groups, and in the expressions of the rules.
+    Args:
+        sources: Specs or `Sharding`s by name. A spec is complete: a dim without an `@` is unsplit.
+        targets: The same for the result, with the same names unless there are rules.
+        source_mesh: A mesh; or meshes by patterns of names as of `fnmatch`, the first that matches applies
+            (`{"layers.0.*": stage0, "*": stage1}`). By default the ambient mesh.
+        target_mesh: The same for the targets.
+        shapes: Whole shapes by name, or objects that have a `shape` and a `dtype`, such as tensors on the device
+            `meta`. With rules, those of the sources.
+        dtype: The dtype of the result, one for all or by patterns of the targets' names. Tensors keep their own by
+            default.
+        rules: A table, or `axes.LayoutRules`, where names or layouts of the two sides differ.
+        bucket_mb: Tensors are sent together in buckets of at most so many MiB, which bounds the buffers.
+        sizes: Sizes of names, for names that collide with a parameter.
+        **keywords: Sizes of names in groups, and in the expressions of the rules.
 
-    It needs no process: `str(plan)` shows what moves, and `plan.at(rank)` the part of any rank. In a running job every
-    rank of either side calls the plan with its tensors, `plan(tensors)`.
+    Returns:
+        A `Transfer`.
 
-    Raises `ShardingError` for names that are on one side alone, for what is pending and for specs that don't fit,
-    `MeshError` for a name without a mesh.
+    Raises:
+        ShardingError: A name is on one side alone, a reduction is pending, or a spec doesn't fit.
+        MeshError: A name has no mesh.
 
-    >>> from axes.algebra.mesh import Mesh
-    >>> trainer, server = Mesh("fsdp=4"), Mesh("dp=2 tp=2", ranks=range(4, 8))
-    >>> shapes = {"w": (1024, 1024), "b": (1024,)}
-    >>> print(transfer({"w": "f@fsdp d", "b": "d@fsdp"}, {"w": "f d@tp", "b": "d"}, trainer, server, shapes))
-    2 tensors, 4.0 MiB: 4 ranks (0..3) -> 4 ranks (4..7)
-      buckets   1 of at most 64.0 MiB, one exchange each
-      received  8.0 MiB in all, which is the least; at most 2.0 MiB by a rank
-      sent      at most 2.0 MiB by a rank, 2.0 MiB on average of 4 that send
-      rank 0    0 B in, 2.0 MiB out, with 4 ranks; peak 3.0 MiB
+    Examples:
+        >>> from axes.algebra.mesh import Mesh
+        >>> trainer, server = Mesh("fsdp=4"), Mesh("dp=2 tp=2", ranks=range(4, 8))
+        >>> shapes = {"w": (1024, 1024), "b": (1024,)}
+        >>> print(transfer({"w": "f@fsdp d", "b": "d@fsdp"}, {"w": "f d@tp", "b": "d"}, trainer, server, shapes))
+        2 tensors, 4.0 MiB: 4 ranks (0..3) -> 4 ranks (4..7)
+          buckets   1 of at most 64.0 MiB, one exchange each
+          received  8.0 MiB in all, which is the least; at most 2.0 MiB by a rank
+          sent      at most 2.0 MiB by a rank, 2.0 MiB on average of 4 that send
+          rank 0    0 B in, 2.0 MiB out, with 4 ranks; peak 3.0 MiB
     """
     for what, given in (("sources", sources), ("targets", targets)):
         _check_mapping(what, given, "a name to a spec")

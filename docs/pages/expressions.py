@@ -253,7 +253,8 @@ INTRODUCTION = f"""# einops with an @
 
 {WRITTEN}
 
-An einops expression names the dims of a tensor before and after an operation. With an `@` it also says which axes of the mesh split each dim, so it says
+An einops expression names the dims of a tensor before and after an operation. With an `@` it also says which axes of
+the mesh split each dim, so it says
 which part each rank holds, before and after. The communication follows from the two sides.
 
 ```python
@@ -265,17 +266,23 @@ with axes.simulate(4):                                  # four ranks, in this pr
     [tuple(t.to_local().shape) for t in (x, y)]
 ```
 
-Read `@` as "split over". A `|` introduces *pending* reductions (torch's `Partial`): in `b s d | sum@tp` each rank of `tp` holds one term of a sum. Without `@`
-and `|`, `axes.rearrange`, `reduce`, `repeat` and `einsum` do what einops does. They take DTensors (the *global view*: one tensor on all ranks) or plain
+Read `@` as "split over". A `|` introduces *pending* reductions (torch's `Partial`): in `b s d | sum@tp` each rank of
+`tp` holds one term of a sum. Without `@`
+and `|`, `axes.rearrange`, `reduce`, `repeat` and `einsum` do what einops does. They take DTensors (the *global view*:
+one tensor on all ranks) or plain
 tensors that hold this rank's shard (the *local view*). An expression means the same for both.
 
-A name is a Python identifier (`h`, `_h`, `β`, but not `_` alone), and names are separated by white space, line breaks included. In an einsum, `...` stands
-for dims of the same sizes in every operand. (einops is stricter: it refuses `_h`, `h_` and tabs.) Arrays of other libraries are for einops itself.
+A name is a Python identifier (`h`, `_h`, `β`, but not `_` alone), and names are separated by white space, line breaks
+included. In an einsum, `...` stands
+for dims of the same sizes in every operand. (einops is stricter: it refuses `_h`, `h_` and tabs.) Arrays of other
+libraries are for einops itself.
 
 ## Four rules
 
-**1. A name with an `@` is explicit; a name without one keeps its split.** If a name has an `@` anywhere in the expression, then it is unsplit wherever it has none.
-Below, `s` is such a name: it becomes unsplit. A name that has no `@` at all, such as `b`, keeps the split of the tensor.
+**1. A name with an `@` is explicit; a name without one keeps its split.** If a name has an `@` anywhere in the
+expression, then it is unsplit wherever it has none.
+Below, `s` is such a name: it becomes unsplit. A name that has no `@` at all, such as `b`, keeps the split of the
+tensor.
 
 ```python
 with axes.simulate(4):
@@ -285,9 +292,11 @@ with axes.simulate(4):
     axes.spec_of(y)
 ```
 
-So one expression serves a model with data parallelism and a model without. (A DTensor has no names for its dims: `spec_of` writes `_` for each.)
+So one expression serves a model with data parallelism and a model without. (A DTensor has no names for its dims:
+`spec_of` writes `_` for each.)
 
-**2. The left side is an assertion.** It must match how the tensor is sharded, and it never moves the tensor. (A plain tensor doesn't know how it is
+**2. The left side is an assertion.** It must match how the tensor is sharded, and it never moves the tensor. (A plain
+tensor doesn't know how it is
 sharded, so there the left side declares it.)
 
 ```python
@@ -297,7 +306,8 @@ with axes.simulate(4):
     axes.rearrange(x, "b s@tp d -> b s d")
 ```
 
-**3. No hidden communication.** Data moves only where the right side differs from the left. If two operands split one name in different ways, this is an
+**3. No hidden communication.** Data moves only where the right side differs from the left. If two operands split one
+name in different ways, this is an
 error and not a silent gather:
 
 ```python
@@ -308,7 +318,8 @@ with axes.simulate(4):
     axes.einsum(x, w, "b s f, f d -> b s d")
 ```
 
-**4. No hidden pending reduction.** After a sum over a split dim each rank has one term. To keep the result pending, name the axis on the right, `| sum@tp`, or
+**4. No hidden pending reduction.** After a sum over a split dim each rank has one term. To keep the result pending,
+name the axis on the right, `| sum@tp`, or
 write `| *`, which keeps any. To have it reduced, write the `@` of the summed dim on the left.
 
 ```python
@@ -334,7 +345,8 @@ with axes.simulate(4):
 
 ## Stars, and specs without an arrow
 
-A `*` stands for the axes that split a dim, whichever they are. Left of the arrow, `f@*` has the sum over `f` carried out over these axes. Right of it,
+A `*` stands for the axes that split a dim, whichever they are. Left of the arrow, `f@*` has the sum over `f` carried
+out over these axes. Right of it,
 `s@(* tp)` splits a dim further. With a `*` a model needs no knowledge of the mesh:
 
 ```python
@@ -347,7 +359,8 @@ with axes.simulate(4):
     axes.spec_of(axes.einsum(x, w, "b s f@*, d f@* -> b s@(* tp) d"))
 ```
 
-A spec without an arrow, as in `shard`, `plan` and `reshard`, is complete: a dim without an `@` is unsplit, and without a `|` nothing is pending. In
+A spec without an arrow, as in `shard`, `plan` and `reshard`, is complete: a dim without an `@` is unsplit, and
+without a `|` nothing is pending. In
 `reshard`, a `*` keeps the axes of the tensor, and `...` keeps dims as they are.
 
 ```python
@@ -389,9 +402,13 @@ Nine expressions, on four ranks. All tensors are {DTYPE}, with {", ".join(f"{n}=
 
 <!-- table -->
 
-In the pictures each rank has a colour. The dashed frame is the whole tensor (without `b`). The filled part is the rank's own, in the colour of the rank that it
+In the pictures each rank has a colour. The dashed frame is the whole tensor (without `b`). The filled part is the
+rank's own, in the colour of the rank that it
 came from. Stripes are sums. Bytes are those of the busiest rank.
 
-Below each picture is the backward pass, which is derived from the same expression. In the *local view* every rank has its own loss, and the sum of the losses
-counts, so the gradient of a replicated tensor is pending: each rank has one term. In the *global view* there is one loss and one gradient, which
-may arrive in any sharding, and nothing is reduced before something needs it. [Gradients](gradients.md) runs all of these."""
+Below each picture is the backward pass, which is derived from the same expression. In the *local view* every rank has
+its own loss, and the sum of the losses
+counts, so the gradient of a replicated tensor is pending: each rank has one term. In the *global view* there is one
+loss and one gradient, which
+may arrive in any sharding, and nothing is reduced before something needs it. [Gradients](gradients.md) runs all of
+these."""

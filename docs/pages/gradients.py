@@ -499,7 +499,8 @@ ROWS = (
 CLOSING = """
 ## Autocast, forward mode and torch.func
 
-Under `torch.autocast` the operands of an einsum are cast to autocast's dtype before the product, except float64. Reductions keep the dtype of their
+Under `torch.autocast` the operands of an einsum are cast to autocast's dtype before the product, except float64.
+Reductions keep the dtype of their
 tensor. A gradient has the dtype of its operand. The backward pass may run inside or outside of the block.
 
 ```python
@@ -512,12 +513,17 @@ with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
     print(y.dtype, w.grad.dtype)
 ```
 
-Forward-mode differentiation (`torch.autograd.forward_ad`) raises a `ShardingError` on every rank, before anything is sent: a collective sends the values of a
-tensor and not its tangent. Write `torch.autograd.functional.jvp`, which uses the backward pass, for plain tensors and DTensors.
+Forward-mode differentiation (`torch.autograd.forward_ad`) raises a `ShardingError` on every rank, before anything is
+sent: a collective sends the values of a
+tensor and not its tangent. Write `torch.autograd.functional.jvp`, which uses the backward pass, for plain tensors and
+DTensors.
 
-The transforms of `torch.func` (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`) wrap tensors, and a collective can't send a wrapped tensor.
-Inside of a transform every operation of axes raises a `ShardingError`; so does `vectorize=True`. Write `torch.autograd.grad`, with
-`create_graph=True` for higher derivatives, or `torch.autograd.functional`. `torch.func.functional_call` works: it transforms nothing.
+The transforms of `torch.func` (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`) wrap tensors, and a
+collective can't send a wrapped tensor.
+Inside of a transform every operation of axes raises a `ShardingError`; so does `vectorize=True`. Write
+`torch.autograd.grad`, with
+`create_graph=True` for higher derivatives, or `torch.autograd.functional`. `torch.func.functional_call` works: it
+transforms nothing.
 """
 """What stands below the tables."""
 
@@ -586,16 +592,21 @@ INTRODUCTION = f"""# Gradients
 
 {WRITTEN}
 
-Over an axis a tensor is replicated (R), split (S) or pending (P; torch's `Partial`). So is its gradient, but not always in the same way. How the
+Over an axis a tensor is replicated (R), split (S) or pending (P; torch's `Partial`). So is its gradient, but not
+always in the same way. How the
 gradient is sharded depends on the view.
 
-- **Global view**: DTensors. There is one tensor, one loss and one gradient, which may arrive in any sharding. Nothing is reduced before something
+- **Global view**: DTensors. There is one tensor, one loss and one gradient, which may arrive in any sharding. Nothing
+  is reduced before something
   needs it. The gradient of a leaf is reduced once, to the leaf's own sharding, after all its parts have been added up.
-- **Local view**: plain tensors. Each rank has its own tensor and its own loss, and the backward pass differentiates the sum of all losses. So the
-  gradient of a replicated value is pending: each rank has one term. The gradient of a pending value is replicated. `same` (I) declares a
+- **Local view**: plain tensors. Each rank has its own tensor and its own loss, and the backward pass differentiates
+  the sum of all losses. So the
+  gradient of a replicated value is pending: each rank has one term. The gradient of a pending value is replicated.
+  `same` (I) declares a
   replicated value whose gradient is whole on every rank.
 
-Here is a weight of a data-parallel model, in the global view. Its gradient arrives pending over `dp`. `.grad` is reduced:
+Here is a weight of a data-parallel model, in the global view. Its gradient arrives pending over `dp`. `.grad` is
+reduced:
 
 ```python
 import axes, torch
@@ -608,14 +619,21 @@ with axes.simulate(4):
     axes.spec_of(w.grad)
 ```
 
-A leaf that axes makes (`shard`, `from_local`, `zeros` and so on) reduces its gradient, whichever operation uses it first, torch's own included. A tensor that
-torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy) reduces its gradient from the first operation of axes on.  For a gradient that stays pending, use `w.view_as(w)` in the place of `w`.
+A leaf that axes makes (`shard`, `from_local`, `zeros` and so on) reduces its gradient, whichever operation uses it
+first, torch's own included. A tensor that
+torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy) reduces its gradient from the first operation of axes on.
+For a gradient that stays pending, use `w.view_as(w)` in the place of `w`.
 
-A gradient can be differentiated again. With `create_graph=True` second and higher derivatives are those of one device, also across the border
+A gradient can be differentiated again. With `create_graph=True` second and higher derivatives are those of one
+device, also across the border
 between the views.
 
-In the tables below four ranks run each row: forward, then backward for each sharding in which the gradient may arrive. The tables show the collectives that
-ran, the sharding of the leaf's gradient, and the largest difference of values and gradients from one device. In the global view the collectives
-include the one that reduces the leaf's gradient. In the local view tensors come out of DTensors by `axes.to_local` and go back by
-`axes.from_local`, both with `grad="summed"`: only then is the gradient the one of one device. A permutation is an all-to-all in which each rank sends to one
+In the tables below four ranks run each row: forward, then backward for each sharding in which the gradient may
+arrive. The tables show the collectives that
+ran, the sharding of the leaf's gradient, and the largest difference of values and gradients from one device. In the
+global view the collectives
+include the one that reduces the leaf's gradient. In the local view tensors come out of DTensors by `axes.to_local`
+and go back by
+`axes.from_local`, both with `grad="summed"`: only then is the gradient the one of one device. A permutation is an
+all-to-all in which each rank sends to one
 other. The ranks are processes over gloo, which runs a planned reduce-scatter as an exchange and a local sum."""
