@@ -416,7 +416,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
     region = axes.shard_map(lambda x: x * 2, "b@dp d@tp -> b@dp d@tp", mesh=mesh)
     ends = {"mesh": mesh}
     made = {"b": 8, "d": 8, "dtype": torch.float32, "requires_grad": False, "mesh": mesh}
-    moves = {"mesh": mesh, "comm_dtype": None, "async_op": False, "grad": "resolved"}
+    moves = {"mesh": mesh, "comm_dtype": None, "async_op": False}
 
     def module(kind: Any, call: tuple[Any, ...], **defaults: Any) -> Callable[..., Any]:
         """Makes a module and calls it."""

@@ -332,7 +332,7 @@ def test_what_differs_is_shown_with_both_sides_and_their_lines(world):
     assert any("of order 2.0, clipped to 1.0'" in said and "of order 3.0, clipped" in said for said in clipped)
     assert all("order" in said or "didn't come" in said for said in clipped), clipped
     for said in many:
-        assert all(word in said for word in ("ranks have other plans", "-> a@dp b on", "-> a b@tp on")), said
+        assert all(word in said for word in ("ranks disagree in operation 1", "-> a@dp b)", "-> a b@tp)")), said
 
 
 # --- no false alarm

@@ -99,7 +99,7 @@ def test_a_size_is_a_whole_number_at_every_door_before_and_after_it_was_right(do
         for before in (False, True):
             if before:
                 right = call(mesh, 4)
-            with pytest.raises(SizeError, match=r"the size of 'h' is a whole number from 1 to|no option 'h'"):
+            with pytest.raises(SizeError, match=r"the size of 'h' is a whole number from 1|no option 'h'"):
                 call(mesh, wrong)
         assert call(mesh, 4) == call(mesh, np.int64(4)) == call(mesh, torch.tensor(4)) == right
 

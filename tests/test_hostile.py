@@ -63,9 +63,18 @@ NOT_OURS = (
     "not implemented for",
     "not supported on quantized tensors",
     'is missing the required "forward" function',
+    "Boolean value of Tensor with more than one value",
+    "int too big to convert",
+    "int too large to convert",
+    "can't convert negative int to unsigned",
+    "Device index must not be negative",
+    "Expected one of cpu, cuda",
+    "Promotion for Float8 Types",
+    "is not on the expected device meta",
 )
 """What an argument says itself: an object whose method raises, a tensor in which torch can't compute, a module that has
-nothing to run and is given as the function of a reduction."""
+nothing to run and is given as the function of a reduction; and of the options of layers and functions, which go to torch
+as they are: a device that there isn't, a number of more than 64 bits, a tensor in the place of a number."""
 
 
 @dataclass(frozen=True)

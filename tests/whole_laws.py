@@ -791,9 +791,11 @@ def plain_operation(d: Draw, found: Case, grid: Grid, g: str, names: Sequence[st
         return  # something pending that the text doesn't declare
     indivisible = uneven_inside(grid, found)
     layout = drawn_layout(d)
+    extreme = re.search(r"\b(max|min)@", "".join(specs))  # a pending maximum has no gradient where it is resolved
     for name, spec, shape in zip(names, specs, found.shapes, strict=True):
         make_whole(d, name.upper(), shape, torch.float64, g, layout)
-        p.do(f"{name} = {laid_text(f'part({name.upper()}, {g}, {spec!r}, {d.seed()})', layout)}.requires_grad_()")
+        part = laid_text(f"part({name.upper()}, {g}, {spec!r}, {d.seed()})", layout)
+        p.do(f"{name} = {part}{'' if extreme else '.requires_grad_()'}")
         p.do(f"{name.upper()}.requires_grad_()")
     line = call_of(found, names, m)
     if mean_stays_uneven(grid, found) or indivisible:
@@ -817,7 +819,7 @@ def plain_operation(d: Draw, found: Case, grid: Grid, g: str, names: Sequence[st
         some = {name: size for name, size in found.given.items() if name not in alone or d.chance(0.5)}
         few = line.replace(f"sizes={found.given}", f"sizes={some}")
         p.do(f"either(lambda: resolved({few}, {g}, {output!r}, {result_shape(found)}), Y, 'needs the whole size')")
-    if found.op in ("max", "min") and "|" in "".join([output, *specs]):
+    if extreme or (found.op in ("max", "min") and "|" in "".join([output, *specs])):
         return
     duals = [dual(grid, spec, found.text) for spec in (output, *specs)]
     if None in duals:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,10 +28,16 @@ def checked_sizes(
     sizes: Mapping[str, int], known: Collection[str] | None = None, where: str = "the expression"
 ) -> dict[str, int]:
     """Sizes of names; `SizeError` for what is no whole number from 1, or no name of those that may have one."""
+    found: dict[str, int] = {}
     for name, size in sizes.items():
         if known is not None and name not in known:
             near = ", ".join(known)
             raise SizeError(f"a size is given for '{name}', which is no option and isn't in {where}; known: {near}")
-        if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:  # type: ignore[redundant-expr]
+        try:
+            whole = 0 if isinstance(size, bool) else operator.index(size)
+        except TypeError:
+            whole = 0
+        if whole < 1:
             raise SizeError(f"the size of '{name}' is a whole number from 1; found {shown(size)}")
-    return dict(sizes)
+        found[name] = whole
+    return found

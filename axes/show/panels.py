@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import chain, pairwise
 
 from axes.algebra.layout import Layout
@@ -207,7 +207,7 @@ def board_of(
     def above(at: int | range) -> Head:
         return Head((LEFT_OUT,), gap=True) if isinstance(at, range) else across.head(columns.offset(at))
 
-    @cache
+    @lru_cache(maxsize=1024)
     def column(at: int | range) -> list[Cell]:
         def place(row: int | range) -> Cell:
             if isinstance(row, range) or isinstance(at, range):
