@@ -86,13 +86,14 @@ def found_for(
         try:
             found = find(tuple(like))
         except AxesError:
-            return find(shape)
+            break
         # A mesh that the tensor goes to may have more ranks: then the small size isn't cut as evenly.
         sizes = enumerate(zip(shape, like, cuts(found), strict=True))
         odd = {dim for dim, (size, small, pieces) in sizes if not pieces or size % pieces or small % pieces}
         if odd <= own:
             return found
         own |= odd
+    return find(shape)
 
 
 def vary(shape: Sequence[int], cuts: Shape) -> Shape:

@@ -247,7 +247,18 @@ def _axes_of(mesh: Mesh | None, group: dist.ProcessGroup, ranks: Sequence[int]) 
             return (axis.name,)
     info = next((each for each in process_groups() if each.group.group_name == group.group_name), None)
     usual = "" if info is None or info.origin != "default" else "world"
-    return tuple(next(iter([] if info is None else info.names), usual).split())
+    names = [tuple(name.split()) for name in ([] if info is None else info.names)]
+    # Other meshes may have called the same ranks by names that mean other ranks here.
+    here = [each for each in names if mesh is not None and _reached(mesh, each) == {*ranks}]
+    return next(iter(here or names), tuple(usual.split()))
+
+
+def _reached(mesh: Mesh, names: Sequence[str]) -> set[int]:
+    """The ranks that differ from this one along these names alone; none where the mesh lacks a name."""
+    found = {dist.get_rank()} if {*names} <= {*mesh.namespace} else set[int]()
+    for axis in map(mesh.axis, names if found else ()):
+        found = {other for each in found for other in axis.ranks_of(each)}
+    return found
 
 
 # --- how much

@@ -622,7 +622,8 @@ with axes.simulate(4):
 A leaf that axes makes (`shard`, `from_local`, `zeros` and so on) reduces its gradient, whichever operation uses it
 first, torch's own included. A tensor that
 torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy) reduces its gradient from the first operation of axes on.
-For a gradient that stays pending, use `w.view_as(w)` in the place of `w`.
+For a gradient that stays pending, compute with
+`v = w.view_as(w)` and take `torch.autograd.grad(loss, v)`.
 
 A gradient can be differentiated again. With `create_graph=True` second and higher derivatives are those of one
 device, also across the border
