@@ -18,6 +18,7 @@ collectives take 11 and more); in `torch.compile` each is one functional collect
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,7 +55,7 @@ class AxisGroup:
             self.size, self.coordinate, self.group_name = group.size(), group.rank(), group.group_name
             self.fake = dist.get_backend(group) == "fake"
 
-    @property
+    @functools.cached_property
     def ranks(self) -> Sequence[int]:
         """The global ranks in order."""
         return Universe.of(dist.get_process_group_ranks(self.group)).ranks
@@ -193,21 +194,35 @@ def _named(
     sends: Sequence[int] = (),
     receives: Sequence[int] = (),
 ) -> Operation:
-    """What the ranks of a group do together, by its public name. The dim by which `sends` count isn't compared."""
+    """What the ranks of a group do together, by its public name."""
+    return _named_of(what, x.shape, x.dtype, dims, group, tuple(sends), tuple(receives))
+
+
+@of_world(4096)  # a trace may cost 5 us for each collective
+def _named_of(
+    what: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    dims: int | tuple[int, ...] | None,
+    group: AxisGroup,
+    sends: tuple[int, ...],
+    receives: tuple[int, ...],
+) -> Operation:
+    """The same of a tensor of this shape and dtype. The dim by which `sends` count isn't compared."""
     varies = dims if sends and isinstance(dims, int) else None
     along = "" if dims is None else f", dim {dims}" if isinstance(dims, int) else f", dims {dims[0]} and {dims[1]}"
-    tensor = _tensor_text(x.shape, x.dtype, varies) + along
-    row = 1 if varies is None else math.prod((*x.shape[:varies], *x.shape[varies + 1 :]))
+    tensor = _tensor_text(shape, dtype, varies) + along
+    row = 1 if varies is None else math.prod((*shape[:varies], *shape[varies + 1 :]))
     counts = [[count * row for count in of] for of in (receives, sends)] if sends else ()
     by, op = _METHODS[what], what.removeprefix("p")
-    sides = moved(by, x.numel(), x.dtype, op, group.size, group.coordinate, *counts)
+    sides = moved(by, math.prod(shape), dtype, op, group.size, group.coordinate, *counts)
     return replace(
         _operation(f"{what} over '{group.name}' of {tensor}", by, sides, group),
         kind=what,
-        dtype=str(x.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         compared=f"{what} in {[*group.ranks]} of {tensor}",
-        sends=tuple(sends),
-        receives=tuple(receives),
+        sends=sends,
+        receives=receives,
     )
 
 
