@@ -1,10 +1,10 @@
-"""`python -m axes`, and the command `axes`: see `axes.show.cli`."""
+"""`python -m axes`, and the command `axes`: see `axes.pictures.cli`."""
 
 from __future__ import annotations
 
 import sys
 
-from axes.show.cli import main
+from axes.pictures.cli import main
 
 
 def from_shell() -> None:

@@ -24,7 +24,7 @@ import axes
 from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("algebra", "runtime", "ops", "extension", "launching", "transfers", "nn", "debugging", "show")
+LAYERS = ("algebra", "runtime", "ops", "extension", "launching", "transfers", "nn", "debugging", "pictures")
 PRIVATE = Path("axes/runtime/torch_private.py")
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
@@ -131,7 +131,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.runtime.watching": {"within"},
         "axes.runtime.world": {"bound_to_job"},
     },
-    "show": {
+    "pictures": {
         "axes.algebra.chunks": {
             "Tile",
             "intersection",
@@ -315,7 +315,10 @@ def test_a_function_has_one_name_in_the_whole_library():
 
 # What a function may import, and why it isn't imported at the top of the file.
 IMPORTED_LATE = {
-    "axes/show/cli.py": ["axes.show.explain", "axes.show.lock"],  # import torch, which no other verb waits for
+    "axes/pictures/cli.py": [
+        "axes.pictures.explain",
+        "axes.pictures.lock",
+    ],  # import torch, which no other verb waits for
     "axes/nn/weight_files.py": ["safetensors"],  # an extra: who reads such files has installed it
     "axes/launching/launch.py": ["torch", "axes.extension"],  # imported while the fork server imports it, too
     "axes/runtime/checkpoint.py": ["torch.distributed.checkpoint"],  # takes a second, and who saves has imported it

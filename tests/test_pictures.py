@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import axes
-from axes.show.moves import trace
+from axes.pictures.moves import trace
 
 MESH = axes.Mesh("x=2 y=2 z=2", "xy = x y", "zx = z x")
 PLACES = [

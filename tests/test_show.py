@@ -206,7 +206,7 @@ def test_who_shows_a_mesh_needs_no_torch():
         "move = axes.transfer({'w': 'a@dp'}, {'w': 'a'}, mesh, mesh, {'w': (4,)})\n"
         "for x in mesh, mesh.sharding('a@dp'), axes.plan('a@dp', 'a', (4,), mesh=mesh), move: axes.show(x).html()\n"
         "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
-        "import axes.show\n"
+        "import axes.pictures.show\n"
         "assert callable(axes.show)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(axes.__file__).parent.parent)}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import axes
 
 # Imports from inside: the reader of traces, which the command line shows as text alone.
-from axes.show import timeline
+from axes.pictures import timeline
 from tests.counting import Counter
 
 

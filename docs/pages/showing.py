@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from axes.show.show import Picture
+from axes.pictures.show import Picture
 from docs.pages.page import WRITTEN, Session, block
 
 SHOWN, DRAWN = "<!-- text -->", re.compile(r"<!-- svg (\S+): (.*?) -->")

@@ -5,8 +5,8 @@ holds a summand (`sum(0 1)`). The dims that are split go down and across, the mi
 more: then a board is one block of the other dims.
 
 >>> from axes.algebra.mesh import Mesh
->>> from axes.show.in_text import lines_of, plain
->>> from axes.show.panels import Room
+>>> from axes.pictures.in_text import lines_of, plain
+>>> from axes.pictures.panels import Room
 >>> sharding = Mesh("dp=2 cp=2 tp=2").sharding("b@dp s@tp d | sum@cp")
 >>> print(plain(lines_of(sheet_of_sharding(sharding, (8, 5, 16), Room()), 80)))
 b@dp s@tp d | sum@cp     [8, 5, 16]
@@ -34,7 +34,7 @@ from axes.algebra.chunks import largest_chunk, nested_chunk, smallest_chunk
 from axes.algebra.layout import Layout
 from axes.algebra.plan import bytes_text, itemsize_of
 from axes.algebra.sharding import Sharding, layouts_text, pending_runs, slots_text
-from axes.show.panels import (
+from axes.pictures.panels import (
     Board,
     BoardSide,
     Cell,
@@ -48,7 +48,7 @@ from axes.show.panels import (
     board_of,
     widths_of,
 )
-from axes.show.rank_text import LEFT_OUT, joined, short_ranks
+from axes.pictures.rank_text import LEFT_OUT, joined, short_ranks
 
 WIDEST = 28
 """The ranks of a block have at most this many columns, where blocks stand beside each other."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from axes.algebra.explanation import Section
 from axes.algebra.plan import bytes_text
-from axes.show.rank_text import time_text
+from axes.pictures.rank_text import time_text
 
 
 def sent_section(title: str, sent: Sequence[tuple[Mapping[str, Any], str]]) -> Section:

@@ -32,11 +32,11 @@ from axes.algebra.errors import AxesError, SizeError
 from axes.algebra.explanation import SCHEMA
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import plan
-from axes.show import timeline
-from axes.show.named_sizes import shape_of_names
-from axes.show.rank_text import short_ranks
-from axes.show.show import drawn
-from axes.show.transfer_sheet import explained_transfer, seen_transfer
+from axes.pictures import timeline
+from axes.pictures.named_sizes import shape_of_names
+from axes.pictures.rank_text import short_ranks
+from axes.pictures.show import drawn
+from axes.pictures.transfer_sheet import explained_transfer, seen_transfer
 from axes.transfers.transfers import Like, transfer
 
 _WIDTH = 80
@@ -170,7 +170,7 @@ def _of_explain(given: argparse.Namespace) -> Answer:
               python -m axes explain train.py:build --mesh "dp=64" > layout.lock
               python -m axes explain --check layout.lock
     """
-    from axes.show import explain, lock  # which import torch
+    from axes.pictures import explain, lock  # which import torch
 
     if given.check is not None:
         if given.subject or given.mesh or given.rank:

@@ -30,14 +30,14 @@ from axes.algebra.explanation import Explanation, Section
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh
 from axes.algebra.plan import bytes_text, model_of
 from axes.extension import Operation, listen, where
+from axes.pictures.rank_text import time_text
+from axes.pictures.sent import sent_section
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import current_world, process_groups
 from axes.runtime.simulate import simulate
 from axes.runtime.watching import is_users, line_of_code
 from axes.runtime.world import bound_to_job
-from axes.show.rank_text import time_text
-from axes.show.sent import sent_section
 
 # --- what is recorded
 

@@ -17,7 +17,7 @@ from itertools import chain, pairwise
 
 from axes.algebra.layout import Layout
 from axes.algebra.plan import bytes_text
-from axes.show.rank_text import LEFT_OUT
+from axes.pictures.rank_text import LEFT_OUT
 
 COLORS = ("#3a75c6", "#b45e18", "#2a8456", "#9a5bb8", "#976e09", "#c2476f", "#278089", "#7a6a5a")
 """Colours by number: white reads on each of them, and each on white and on black."""
@@ -183,7 +183,7 @@ def board_of(
 
     cell, note: by the positions of a row and of a column. wanted: numbers of rows and of columns.
 
-    >>> from axes.show.in_text import panel_lines, plain
+    >>> from axes.pictures.in_text import panel_lines, plain
     >>> x, y = [BoardSide(name, Layout((1000,), (1,)), lambda at: Head((f"{at}",))) for name in "xy"]
     >>> wanted = around(7, 1000), around(500, 1000)
     >>> board = board_of([x], y, lambda row, column: Cell(f"{row * column}"), wanted, Room(24), 5)

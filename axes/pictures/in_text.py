@@ -1,6 +1,6 @@
 """A sheet as lines of text: of ASCII, of a width, the same with colour and without.
 
->>> from axes.show.panels import Board, Cell, Head, Sheet
+>>> from axes.pictures.panels import Board, Cell, Head, Sheet
 >>> columns = tuple(Head((str(at),)) for at in range(3))
 >>> cells = (Cell("4", tone=0, mark="t"), Cell("5", here=True), Cell("6", wall=True))
 >>> board = Board(("dp",), "tp", columns, (Head(("1",), note="node 1"),), (cells,))
@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from axes.show.panels import Board, Cell, Listing, Panel, Remark, Sheet, widths_of
-from axes.show.rank_text import LEFT_OUT
+from axes.pictures.panels import Board, Cell, Listing, Panel, Remark, Sheet, widths_of
+from axes.pictures.rank_text import LEFT_OUT
 
 CODES = {"bold": "1", "dim": "2", "bold reverse": "1;7"}
 """How a terminal is told of each weight."""

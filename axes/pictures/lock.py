@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import AxesError
 from axes.algebra.mesh import Mesh
 from axes.extension import local, shown
+from axes.pictures.recorder import entered_world, explained_step, who
 from axes.runtime.sharded import sharding_of
 from axes.runtime.watching import is_users
-from axes.show.recorder import entered_world, explained_step, who
 
 _BEGINS = "# python -m axes explain "
 

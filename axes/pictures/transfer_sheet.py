@@ -4,8 +4,8 @@ All of it is read off the `Transfer` that runs: its tensors and buckets, and wha
 
 >>> from axes.algebra.mesh import Mesh
 >>> from axes.transfers.transfers import transfer
->>> from axes.show.in_text import lines_of, plain
->>> from axes.show.panels import Room
+>>> from axes.pictures.in_text import lines_of, plain
+>>> from axes.pictures.panels import Room
 >>> trainer, server = Mesh("fsdp=2"), Mesh("tp=2", ranks=range(2, 4))
 >>> move = transfer({"w": "f@fsdp d"}, {"w": "f d@tp"}, trainer, server, {"w": (1024, 512)}, dtype="bfloat16")
 >>> print(plain(lines_of(sheet_of_transfer(move, Room()), 80)))
@@ -44,8 +44,8 @@ from typing import Any
 from axes.algebra.errors import MeshError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text
-from axes.show.panels import Board, Listing, Panel, Remark, Room, Sheet, exchange_board
-from axes.show.rank_text import LEFT_OUT, short_ranks, time_text
+from axes.pictures.panels import Board, Listing, Panel, Remark, Room, Sheet, exchange_board
+from axes.pictures.rank_text import LEFT_OUT, short_ranks, time_text
 from axes.transfers.transfers import Transfer
 
 MOST_BUCKETS = 6

@@ -1,6 +1,6 @@
 """A sheet as HTML: its boards as SVG, its tables as tables. On a narrow screen each scrolls by itself.
 
->>> from axes.show.panels import Listing, Sheet
+>>> from axes.pictures.panels import Listing, Sheet
 >>> html = page_of(Sheet("a mesh", "A mesh of two ranks.", (Listing(("axis", "size"), (("tp", "2"),)),)))
 >>> "<td>tp</td>" in html, "<script" in html
 (True, False)
@@ -11,8 +11,8 @@ from __future__ import annotations
 from html import escape
 from itertools import zip_longest
 
-from axes.show.in_svg import svg_of_panel
-from axes.show.panels import Board, Listing, Moves, Panel, Remark, Sheet, color
+from axes.pictures.in_svg import svg_of_panel
+from axes.pictures.panels import Board, Listing, Moves, Panel, Remark, Sheet, color
 
 # A notebook has rules of its own for tables, with stripes: those here have to win.
 STYLE = """

@@ -27,14 +27,14 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape
-from axes.show.in_html import page_of, part_of_page
-from axes.show.in_svg import svg_of
-from axes.show.in_text import coded, lines_of, plain
-from axes.show.mesh_sheet import sheet_of_mesh
-from axes.show.moves import sheet_of_plan
-from axes.show.panels import Listing, Remark, Room, Sheet
-from axes.show.sharding_sheet import sheet_of_sharding
-from axes.show.transfer_sheet import seen_transfer, sheet_of_transfer
+from axes.pictures.in_html import page_of, part_of_page
+from axes.pictures.in_svg import svg_of
+from axes.pictures.in_text import coded, lines_of, plain
+from axes.pictures.mesh_sheet import sheet_of_mesh
+from axes.pictures.moves import sheet_of_plan
+from axes.pictures.panels import Listing, Remark, Room, Sheet
+from axes.pictures.sharding_sheet import sheet_of_sharding
+from axes.pictures.transfer_sheet import seen_transfer, sheet_of_transfer
 from axes.transfers.transfers import Transfer
 
 if TYPE_CHECKING:

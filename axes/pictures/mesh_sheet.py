@@ -5,8 +5,8 @@ with bear the letter of the axis. What is shown costs as much as it is long, wha
 but for groups that aren't evenly spaced, whose ranks are listed.
 
 >>> from axes.algebra.mesh import Mesh
->>> from axes.show.in_text import lines_of, plain
->>> from axes.show.panels import Room
+>>> from axes.pictures.in_text import lines_of, plain
+>>> from axes.pictures.panels import Room
 >>> print(plain(lines_of(sheet_of_mesh(Mesh("dp=2 tp=4", ranks_per_node=4).at(5), Room()), 80)))
 Mesh dp=2 tp=4
 8 ranks on 2 nodes of 4, seen from rank 5
@@ -27,7 +27,7 @@ from itertools import zip_longest
 
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.show.panels import (
+from axes.pictures.panels import (
     Board,
     BoardSide,
     Cell,
@@ -40,7 +40,7 @@ from axes.show.panels import (
     board_of,
     widths_of,
 )
-from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks
+from axes.pictures.rank_text import LEFT_OUT, groups_text, short_ranks
 
 LONGEST = 24
 """A name with what it is made of gets at most this many columns of a table."""

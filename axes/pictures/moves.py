@@ -21,7 +21,7 @@ Nothing is drawn that a plan doesn't say: `trace` follows the parts of tiles fro
 
 A plan's sheet is what it says of itself, how the tensor lies after each step, and who sends how much to whom:
 
->>> from axes.show.in_text import lines_of, plain
+>>> from axes.pictures.in_text import lines_of, plain
 >>> made = plan(mesh.sharding("s@tp d"), mesh.sharding("s d@tp"), (1024, 512))
 >>> print(plain(lines_of(sheet_of_plan(made, Room()), 80)))
 s@tp d -> s d@tp     [1024, 512] float32
@@ -52,9 +52,9 @@ from axes.algebra.expressions import Recipe, unmoved
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of, plan
 from axes.algebra.sharding import Sharding, unmarked
-from axes.show.panels import Frames, Listing, Moves, Panel, Patch, Remark, Room, Sheet, exchange_board
-from axes.show.rank_text import LEFT_OUT, groups_text, short_ranks, time_text
-from axes.show.sharding_sheet import dim_names
+from axes.pictures.panels import Frames, Listing, Moves, Panel, Patch, Remark, Room, Sheet, exchange_board
+from axes.pictures.rank_text import LEFT_OUT, groups_text, short_ranks, time_text
+from axes.pictures.sharding_sheet import dim_names
 
 MOST = 8
 """More ranks than this don't fit beside each other."""

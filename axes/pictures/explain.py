@@ -14,9 +14,9 @@ from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import dtype_name
 from axes.algebra.sizes import written_sizes
-from axes.show.operations import explained_operation
-from axes.show.recorder import explained_step
-from axes.show.transfer_sheet import explained_transfer, seen_transfer
+from axes.pictures.operations import explained_operation
+from axes.pictures.recorder import explained_step
+from axes.pictures.transfer_sheet import explained_transfer, seen_transfer
 from axes.transfers.transfers import Transfer
 
 

@@ -26,11 +26,11 @@ from axes.algebra.sizes import checked_tensor_shape
 from axes.algebra.specs import marked_sharding
 from axes.extension import read, shown
 from axes.ops.global_view import shared_cotangent
+from axes.pictures.moves import MOST, moves_of_recipe
+from axes.pictures.named_sizes import shape_of_names
+from axes.pictures.sent import sent_section
 from axes.runtime.agreement import ranks_text
 from axes.runtime.gradients import on_own_axes, transposed
-from axes.show.moves import MOST, moves_of_recipe
-from axes.show.named_sizes import shape_of_names
-from axes.show.sent import sent_section
 
 Shape = tuple[int, ...]
 

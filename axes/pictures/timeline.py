@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from axes.algebra.errors import AxesError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text
-from axes.show.rank_text import short_ranks, time_text
+from axes.pictures.rank_text import short_ranks, time_text
 
 VERSION = 2
 """Of the files that this reads."""

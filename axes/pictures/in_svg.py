@@ -1,6 +1,6 @@
 """A sheet as SVG: for light and dark, without scripts and without anything from outside.
 
->>> from axes.show.panels import Board, Cell, Head, Sheet
+>>> from axes.pictures.panels import Board, Cell, Head, Sheet
 >>> board = Board(("dp",), "tp", (Head(("0",)), Head(("1",))), (Head(("0",)),), ((Cell("0"), Cell("1")),))
 >>> print(svg_of(Sheet("two ranks", "A mesh of two ranks.", (board,)))[:4])
 <svg
@@ -15,8 +15,8 @@ from html import escape
 from itertools import accumulate
 from typing import NamedTuple
 
-from axes.show.in_text import Line, panel_lines, title_lines
-from axes.show.panels import Board, Cell, Frames, Head, Moves, Panel, Patch, Remark, Sheet, color, widths_of
+from axes.pictures.in_text import Line, panel_lines, title_lines
+from axes.pictures.panels import Board, Cell, Frames, Head, Moves, Panel, Patch, Remark, Sheet, color, widths_of
 
 LETTER, LINE, CELL, GAP, EDGE = 7.25, 18, 24, 14, 10
 """Pixels: a letter's width, a line of text, a cell's height, between panels, around it all."""
