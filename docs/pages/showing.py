@@ -1,6 +1,6 @@
-"""The page about `axes.show`: what it shows of meshes, shardings, plans and transfers, as text and as SVG.
+"""The page about `axes.show`: pictures of meshes, shardings, plans and transfers, as text and as SVG.
 
-Prose and code stand here; what a picture holds is the library's.
+This file holds the prose and the code of the page; the library makes the pictures.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def _parts() -> Iterator[tuple[str, tuple[str, str] | None]]:
             yield f"![{alternative}](pictures/{name}.svg)", (f"{name}.svg", picture.svg())
 
 
-PAGE = f"""# Seeing meshes, shardings, plans and transfers
+PAGE = f"""# Pictures of meshes, shardings, plans and transfers
 
 {WRITTEN}
 
-`axes.show(x)` is a picture of a mesh, a sharding, a plan, a transfer or a DTensor. Nothing on this page needs a process
-or a device; but for the DTensor at the end it needs no torch.
+`axes.show(x)` draws a mesh, a sharding, a plan, a transfer or a DTensor. This page needs no job and no device. Only
+the DTensor at the end needs torch.
 
-## A mesh: who is where, and who talks to whom
+## A mesh: the place and the groups of each rank
 
 ```python
 import axes
@@ -56,18 +56,19 @@ mesh = axes.Mesh("dp=2 cp=2 tp=4", "fsdp = dp cp", ranks_per_node=8)
 picture = axes.show(mesh, rank=5)
 ```
 
-`print(picture)` writes
+`print(picture)` writes:
 
 {SHOWN}
 
-The ranks are a grid, the last axis across. It is seen from one rank, in brackets, here 5: `mesh.at(5)` is the same
-as `rank=5`. The ranks that share a group with it bear the letter of the axis, so `4t` and `[5]` are in one group
-of `tp`. The table has a line for each name of the mesh: the coordinate of the rank (`at`), its group, on how many nodes
-that is, and the groups of all ranks. The same as SVG, with colours that say what the letters say:
+The ranks are a grid; the last axis runs across. The picture is seen from one rank, here 5, which stands in brackets.
+`axes.show(mesh.at(5))` draws the same. A rank that shares a group with rank 5 has the letter of the axis: `4t` and
+`[5]` are in one group of `tp`. The table has a row for each name of the mesh: the coordinate of the rank (`at`), its
+group, the number of nodes that the group spans, and the groups of all ranks. The SVG shows the same with colours for
+the letters:
 
 <!-- svg show-mesh: sixteen ranks as a grid, and the groups of rank 5 -->
 
-What is large is folded around the rank. Which of 65,536 ranks does rank 40,000 talk to along `tp`?
+A large mesh is folded around the rank. Which of 65,536 ranks does rank 40,000 communicate with along `tp`?
 
 ```python
 job = axes.Mesh("pp=4 dp=2048 tp=8", "fsdp = dp tp", ranks_per_node=8)
@@ -76,8 +77,8 @@ picture = axes.show(job, rank=40_000)
 
 {SHOWN}
 
-`0..7` are eight ranks, `0..56 step 8` as well; `..` stands for what is left out, and never for a part of a number.
-Where a node ends within a row, a `|` stands.
+`0..7` are eight ranks, and so are `0..56 step 8`. `..` alone marks rows or columns that are left out. A `|` marks the
+end of a node within a row.
 
 ## A sharding: which rank holds which block
 
@@ -88,9 +89,10 @@ picture = axes.show(sharding, (8, 10, 16), rank=5)
 
 {SHOWN}
 
-Each place is a block of the tensor, with the ranks that hold it: `0 4` would be copies, `sum(0 4)` are summands of a
-sum that hasn't happened. The last of the dims that are split goes across, the others go down. Sizes may be uneven, and
-a dim may be a group of which a factor is split, as in a fused projection; then its factors are drawn:
+Each cell is a block of the tensor, with the ranks that hold it. `0 4` means that both ranks hold a copy. `sum(0 4)`
+means that each holds a summand, and the block is their sum. Of the dims that are split, the last runs across and the
+others run down. Sizes may be uneven. If a factor of a grouped dim is split, as in a fused projection, the picture has
+the factors:
 
 ```python
 fused = axes.Mesh("dp=2 tp=2").sharding("(qkv=3 heads@tp dim) embed@dp", heads=4)
@@ -101,9 +103,9 @@ picture = axes.show(fused, (48, 8), rank=1)
 
 <!-- svg show-factor: a dim of three times four heads, of which a rank has two of each three -->
 
-Blocks of the same ranks have the same colour. Without a shape the picture is of any that divides.
+Blocks on the same ranks have the same colour. Without a shape, the picture holds for every shape that divides evenly.
 
-## A plan: what moves
+## A plan: the moves between ranks
 
 ```python
 small = axes.Mesh("dp=2 tp=4")
@@ -113,15 +115,15 @@ picture = axes.show(plan)
 
 {SHOWN}
 
-The first rows are the plan's own: bytes `in` and `out` are over the links, for the rank that has most of them; times
-are the [cost model's](redistribution.md). Who has something from whom is shown for the group of the rank (`rank=`).
-Where a mesh has at most eight ranks, the SVG begins with all:
+The first rows are the plan as it prints itself. `in` and `out` are the bytes that the busiest rank receives and
+sends; the times are estimates of the [cost model](redistribution.md). Below, a table shows the moves in the group of
+one rank (`rank=`). On a mesh of up to eight ranks, the SVG begins with the moves of all ranks:
 
 <!-- svg show-plan: an all-to-all among two groups of four ranks -->
 
 ## A transfer: who sends how much to whom
 
-A [transfer](transfer.md) takes many tensors to other ranks. Its picture is read off the `Transfer` that runs:
+A [transfer](transfer.md) moves many tensors to other ranks. The picture is made from the `Transfer` that runs:
 
 ```python
 trainer, server = axes.Mesh("fsdp=4"), axes.Mesh("dp=2 tp=2", ranks=range(4, 8))
@@ -137,14 +139,14 @@ picture = axes.show(move, rank=5)
 
 {SHOWN}
 
-The first rows are the transfer's own: what is `received` in all is what ranks need and don't have. Tensors that lie
-alike are one row (`layers.0.up and 60 more`), with how they lie before and after. The board is folded around the rank
-(`rank=`) and its partners, and below it stands what that rank does, bucket by bucket. The time is the
-[cost model's](redistribution.md), of one bucket after the other.
+The first rows are the transfer as it prints itself. `received` counts the elements that ranks need and don't have.
+Tensors with the same specs share a row (`layers.0.up and 60 more`), which has the specs before and after. The table
+of ranks is folded around one rank (`rank=`) and its partners. Below it are the buckets of this rank. The time is an
+estimate of the [cost model](redistribution.md) for one bucket after the other.
 
 <!-- svg show-transfer: how much each of four ranks sends to each of four others -->
 
-From 1,024 ranks to 1,024 it takes some tenths of a second, and one screen:
+A picture of a transfer from 1,024 ranks to 1,024 takes some tenths of a second, and fits on one screen:
 
 ```python
 stages, flat = axes.Mesh("fsdp=128 tp=8"), axes.Mesh("dp=16 tp=64", ranks=range(1024, 2048))
@@ -155,26 +157,26 @@ picture = axes.show(large, rank=1500)
 
 {SHOWN}
 
-`axes.explain(move)` says the same with all kinds of tensors and all buckets of the rank, `axes.explain(move).json()` as
+`axes.explain(move)` lists all tensors and all buckets of the rank. `axes.explain(move).json()` is the same as
 [data](explain.md#the-data).
 
-## Where it is shown
+## Where a picture appears
 
 | | |
 | --- | --- |
-| at a prompt | it shows itself, as wide as the terminal; in colour |
-| in a script | `print(axes.show(x))` is plain text of 80 columns; `axes.show(x).print()` as at a prompt |
-| in a notebook | `axes.show(x)`, and a mesh, a sharding, a plan or a transfer by itself |
-| in a file | `.text(width=120)`, `.svg()`, and `.html()`, which is a page of its own |
+| at a prompt | `axes.show(x)` prints itself in colour, as wide as the terminal |
+| in a script | `print(axes.show(x))` prints plain text of 80 columns; `axes.show(x).print()` prints as at a prompt |
+| in a notebook | `axes.show(x)`, and also a mesh, a sharding, a plan or a transfer as the value of a cell |
+| in a file | `.text(width=120)`, `.svg()`, and `.html()`, a whole page |
 
-Text is ASCII. A pipe gets no colour, nor does a terminal where `NO_COLOR` is set. SVG and HTML are for light and dark,
-for a phone as well; they hold no script, and nothing comes from outside.
+Text is ASCII. A pipe gets no colours, and neither does a terminal with `NO_COLOR`. SVG and HTML follow the reader's
+light or dark mode and fit a phone. They contain no script and load nothing.
 
-## A DTensor: how does it lie?
+## A DTensor: its sharding
 
-Its class is torch's, and so is what `print(x)` and a notebook show of it: this rank's tensor, and placements by the
-number of a mesh axis. `axes.spec_of(x)` is the same as one line with names, `axes.sharding_of(x)` a `Sharding`, which a
-notebook shows by itself, and `axes.show(x)` the picture. `dim 0` is a dim without a name.
+The class of a DTensor is torch's. So `print(x)` and a notebook show torch's view: the local tensor, and placements by
+the number of a mesh axis. `axes.spec_of(x)` is the spec with names, `axes.sharding_of(x)` is a `Sharding`, which a
+notebook draws, and `axes.show(x)` is the picture. `dim 0` is a dim without a name.
 
 ```python
 with axes.simulate(8, rank=5):
@@ -186,6 +188,6 @@ with axes.simulate(8, rank=5):
 
 {SHOWN}
 
-Where a notebook should show every DTensor so, IPython is told once, and torch's class stays as it is:
+To draw every DTensor in a notebook, register the picture with IPython once; torch's class stays unchanged:
 `get_ipython().display_formatter.formatters["text/html"].for_type(DTensor, lambda x: axes.show(x)._repr_html_())`.
 """
