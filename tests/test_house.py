@@ -178,8 +178,8 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
             "volume",
         },
         "axes.algebra.errors": {"shortened", "shown", "suggestion", "wrong_dims"},
-        "axes.algebra.grammar": {"Factor", "Item", "Spec", "items_of", "parse_spec", "parse_tensor"},
-        "axes.algebra.layout": {"Universe", "digits"},
+        "axes.algebra.grammar": {"Dim", "Factor", "Item", "Spec", "check_different", "items_of", "parse_tensor"},
+        "axes.algebra.layout": {"Universe"},
         "axes.algebra.mesh": {"checked_mesh", "required_mesh"},
         "axes.algebra.placements": {"check_torch_can"},
         "axes.algebra.plan": {"bytes_text", "dtype_name", "itemsize_of"},
@@ -192,7 +192,6 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
             "pieces_of",
             "ranks_of_both",
         },
-        "axes.algebra.sharding": {"Names", "Slot", "Slots"},
         "axes.algebra.sizes": {
             "checked_rank",
             "checked_tensor_shape",
@@ -201,7 +200,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
             "whole_number",
             "written_sizes",
         },
-        "axes.algebra.specs": {"check_same_dims", "parsed_sharding"},
+        "axes.algebra.specs": {"check_same_dims", "factors_by_name", "parsed_sharding"},
         "axes.runtime": {"torch_private"},
         "axes.runtime.agreement": {
             "Barrier",

@@ -60,8 +60,7 @@ from axes.runtime.sharded import sharding_of
 from axes.transfers.execution import Execution
 from axes.transfers.layout_rules import LayoutRules, Table
 from axes.transfers.rendezvous import AT_ITS_RANKS, GRACE, RAISED, STORE, JobCall, Pair, Rendezvous, rank_of
-from axes.transfers.transfer_ends import of_tensor, read_end
-from axes.transfers.transfers import Like, Transfer, transfer
+from axes.transfers.transfers import Like, Transfer, of_tensor, read_end, transfer
 
 _ADVICE = "All ranks of the mesh call it alike, in the same order; none has other specs"
 

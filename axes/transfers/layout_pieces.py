@@ -215,15 +215,3 @@ def cut_box(box: Box, start: int, stop: int) -> list[Box]:
     steps = [(size, math.prod(sizes[at + 1 :])) for at, size in enumerate(sizes)]
     boxes = boxes_in_run(steps, start, stop) if start < stop else ()
     return [tuple([(first + a, first + b) for (first, _), (a, b) in zip(box, each, strict=True)]) for each in boxes]
-
-
-def covering(sizes: Sequence[int], whole: int) -> int:
-    """How many of these parts of a tensor, by the elements of each, are to be taken, so that each element is in one.
-
-    Parts of tensors that are equal cover the same elements and follow one another: those of the first are taken.
-
-    >>> covering([4, 2, 2], 4), covering([0, 4], 4), covering([0, 0], 0)
-    (1, 2, 2)
-    """
-    starts = itertools.accumulate(sizes[:-1], initial=0)
-    return sum(start < whole or not whole for start in starts)

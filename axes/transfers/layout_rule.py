@@ -16,17 +16,65 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
-from axes.algebra.grammar import Factor, Item, Spec, items_of, parse_tensor
+from axes.algebra.grammar import Dim, Factor, Item, Spec, check_different, items_of, parse_tensor
 from axes.algebra.sizes import tuple_of
 from axes.transfers.layout_pieces import LayoutPiece, PieceDim, Shape, layout_piece
-from axes.transfers.name_patterns import NamePattern
 
 Names = str | tuple[str, ...] | None
+
+Run = tuple[str, ...]
+"""Names that stand side by side."""
+
+_MARKS = re.compile(r"(\*|\{[^\W\d]\w*\})")
+
+
+class NamePattern(NamedTuple):
+    """A name of a layout rule, in which `*` is any text and `{e}` a number: the place in a dim `e`; see `name_pattern`.
+
+    marks: each `*` and `{e}`. expression: a regular one, with a group for each.
+    """
+
+    text: str
+    marks: tuple[str, ...]
+    expression: re.Pattern[str]
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """The names of dims that are numbers in the name."""
+        return tuple([mark[1:-1] for mark in self.marks if mark != "*"])
+
+    def match(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+        """The texts of each `*`, and the numbers; None where it is another name."""
+        found = self.expression.fullmatch(name)
+        if found is None:
+            return None
+        marks = list(zip(self.marks, found.groups(), strict=True))
+        return tuple([v for mark, v in marks if mark == "*"]), tuple([int(v) for mark, v in marks if mark != "*"])
+
+    def filled(self, stars: Iterable[str], numbers: Iterable[int]) -> str:
+        """The name with its marks filled in."""
+        texts, counts = iter(stars), map(str, numbers)
+        return _MARKS.sub(lambda mark: next(texts if mark[0] == "*" else counts), self.text)
+
+
+def name_pattern(text: str) -> NamePattern:
+    """The pattern that a name of a layout rule is.
+
+    >>> pattern = name_pattern("layers.*.experts.{e}.up")
+    >>> pattern.match("layers.3.experts.12.up")
+    (('3',), (12,))
+    >>> pattern.filled(("3",), (12,))
+    'layers.3.experts.12.up'
+    """
+    parts = _MARKS.split(text)
+    parts[::2] = map(re.escape, parts[::2])
+    marks, parts[1::2] = parts[1::2], ["(.*)" if mark == "*" else r"(0|[1-9]\d{0,8})" for mark in parts[1::2]]
+    return NamePattern(text, tuple(marks), re.compile("".join(parts), re.DOTALL))
 
 
 @dataclass(frozen=True)
@@ -45,11 +93,11 @@ class LayoutRule:
         sides = [", ".join([pattern.text for pattern in side]) or "nothing" for side in (self.left, self.right)]
         return " -> ".join(sides)
 
-    @functools.cached_property
-    def items(self) -> tuple[Item, ...]:
+    @property
+    def items(self) -> list[Item]:
         """The names in the expression, each with its size where that is written."""
         parts = itertools.chain(*sides_of(self.expression)) if self.expression else ()
-        return tuple([item for part in parts for item in items_of(part.factors)])
+        return [item for part in parts for item in items_of(part.factors)]
 
     def entry(self, inverse: bool = False) -> tuple[Names, Names]:
         """The rule as a table has it, or its way back."""
@@ -72,7 +120,7 @@ def layout_rule(key: object, value: object) -> LayoutRule:
             "a layout rule is names: names, or names: (names, expression), like ('q', 'k'): ('qk', 'q d, k d -> "
             f"(q + k) d'), and None for names on one side alone; found {shown(key)}: {shown(value)}"
         )
-    sides = [tuple([NamePattern(name.removesuffix("?")) for name in names]) for names in (left, right)]
+    sides = [tuple([name_pattern(name.removesuffix("?")) for name in names]) for names in (left, right)]
     patterns = [*sides[0], *sides[1]]
     if not text and not alone:
         each = " ".join((*dict.fromkeys(itertools.chain(*[pattern.counters for pattern in patterns])), "..."))
@@ -86,13 +134,12 @@ def layout_rule(key: object, value: object) -> LayoutRule:
             "write {e} for a number that becomes a dim e, like 'experts.{e}.up': ('up', 'e f d -> e d f')"
         )
     for side, parts in zip(sides, sides_of(text), strict=True):
-        specs = list({part.tensor: part.spec for part in parts}.values())
-        if len(specs) != len(side):
-            message = f"{len(specs)} tensors stand for {len(side)} names, of the rule {rule}"
+        tensors = list({part.tensor: part.dims for part in parts}.values())
+        if len(tensors) != len(side):
+            message = f"{len(tensors)} tensors stand for {len(side)} names, of the rule {rule}"
             raise ExpressionError(message, text, 0, len(text))
-        for pattern, spec in zip(side, specs, strict=True):
-            first = [dim.factors[0].name for dim in spec.dims[: len(pattern.counters)] if not dim.grouped]
-            if first != list(pattern.counters) or len({*first}) < len(first):
+        for pattern, dims in zip(side, tensors, strict=True):
+            if dims[: len(pattern.counters)] != [[(name,)] for name in pattern.counters]:
                 raise ExpressionError(
                     f"'{pattern.text}' stands for tensors that are one, whose first dims are the numbers in the names, "
                     f"each once: write '{' '.join(dict.fromkeys((*pattern.counters, '...')))}'",
@@ -110,88 +157,82 @@ def _texts(names: object) -> list[Any]:
 
 # --- what becomes what
 
-_BLOCKS = re.compile(r"\(([^()]*\+[^()]*)\)")
-"""A group that holds blocks, `(h k + g k)`: tensors in one dim, one behind the other."""
+_BLOCK = r"[^()+.]*\w[^()+.]*"
+_BLOCKS = re.compile(rf"\(((?P<before>[^()+]*)\()?(?P<blocks>{_BLOCK}(\+{_BLOCK})+)(?(before)\)(?P<behind>[^()+]*))\)")
+"""A group that holds blocks, `(h k + g k)`: tensors in one dim, one behind the other; or `(g (r k + k) d)`."""
 
 
 class RulePart(NamedTuple):
-    """A tensor of one side of a rule, or one of its blocks. span: of the block in the text."""
+    """A tensor of one side of a rule, or one of its blocks.
+
+    tensor: its number. text: the tensor as it is written. factors: of all its dims. dims: for each dim the names in it;
+    of the dim that has the block those before it, in it and behind it.
+    """
 
     tensor: int
-    spec: Spec
-    span: tuple[int, int]
-
-    @property
-    def factors(self) -> list[Factor]:
-        """The factors of its dims."""
-        return list(itertools.chain(*[dim.factors for dim in self.spec.dims]))
-
-    def is_block(self, factor: Factor) -> bool:
-        """Whether a factor is of the block, not of what all blocks of the tensor share."""
-        return self.span[0] <= factor.span[0] < self.span[1]
-
-    @property
-    def dims(self) -> list[list[tuple[bool, list[str]]]]:
-        """For each dim its segments: whether each is the block, and its names."""
-        dims = [itertools.groupby(dim.factors, self.is_block) for dim in self.spec.dims]
-        return [[(is_block, [f.name for f in some if f.name is not None]) for is_block, some in dim] for dim in dims]
-
-
-Pair = tuple[RulePart, RulePart]
+    text: str
+    factors: list[Factor]
+    dims: list[list[Run]]
 
 
 @functools.lru_cache(maxsize=4096)
-def sides_of(text: str) -> tuple[tuple[RulePart, ...], ...]:
+def sides_of(text: str) -> list[list[RulePart]]:
     """The tensors of both sides, block by block: `q d, k d -> (q + k) d` is read as `q d, k d -> (q) d, (k) d`.
 
-    >>> [str(part.spec) for part in sides_of("q d, k d -> (q + k) d")[1]]
-    ['(q) d', '(k) d']
+    >>> [part.dims for part in sides_of("q d, k d -> (q + k) d")[1]]
+    [[[(), ('q',), ()], [('d',)]], [[(), ('k',), ()], [('d',)]]]
     """
-    sides, at = list[tuple[RulePart, ...]](), 0
-    for side in text.split("->"):
-        parts = []
-        for tensor, own in enumerate(side.split(",")):
-            try:  # with blanks before it, so that an error says where it stands in the whole text
-                found = [(parse_tensor(one).spec, span) for one, span in _blocks_of(own.rjust(at + len(own)))]
-            except ExpressionError as error:
-                raise ExpressionError(error.message, text, error.start, error.stop) from None
-            for spec, span in found:
-                parts.append(RulePart(tensor, spec, span))
-                if spec.places or spec.pending:
-                    message = "a layout rule is of whole tensors; write '@' and '|' in their specs"
-                    raise ExpressionError(message, text, max(text.find("@"), text.find("|")))
-                if not sides and any(dim.grouped and "..." in str(dim) for dim in spec.dims):
-                    message = "'...' in a group on the left leaves its sizes open; name the dims"
-                    raise ExpressionError(message, text, text.index("..."))
-            at += len(own) + 1
-        sides.append(tuple(parts))
-        at += 1
-    if len(sides) != 2:
+    if found := re.search(r"[@|]", text):
+        raise ExpressionError(
+            "a layout rule is of whole tensors; write '@' and '|' in their specs", text, found.start()
+        )
+    if text.count("->") != 1:
         raise ExpressionError("a layout rule has one '->'", text, text.rindex("->"))
-    return tuple(sides)
+    if found := re.search(r"\([^)]*(\.\.\.).*->", text):
+        raise ExpressionError("'...' in a group on the left leaves its sizes open; name the dims", text, *found.span(1))
+    sides, at = list[list[RulePart]](), 0
+    for side in text.split("->"):
+        sides.append([])
+        for number, own in enumerate(side.split(",")):
+            sides[-1] += _parts(text, number, at, at + len(own))
+            at += len(own) + 1
+        at += 1
+    return sides
 
 
-def _blocks_of(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The text of a tensor for each of its blocks, with blanks in the place of others, and where the block stands."""
-    group = _BLOCKS.search(text)
-    blocks = [] if group is None else group[1].split("+")
-    if text.count("+") >= max(1, len(blocks)) or not all(block.strip() and "..." not in block for block in blocks):
+def _parts(text: str, tensor: int, start: int, stop: int) -> Iterator[RulePart]:
+    """A tensor, which stands there in the text; or each of its blocks."""
+    group = _BLOCKS.search(text, start, stop)
+    if text.count("+", start, stop) != (0 if group is None else group["blocks"].count("+")):
         message = "one group of a tensor holds blocks, of names and numbers without '...', like '(q + k) d'"
-        raise ExpressionError(message, text, text.index("+"))
-    if group is None:
-        yield text, (0, 0)
-        return
-    at, (start, stop) = group.start() + 1, group.span()
-    nested = text[:start].count("(") > text[:start].count(")")  # of a group within another no parentheses are left
-    for block in blocks:
-        inside = block.rjust(at + len(block)).ljust(stop - 1)[start + 1 :]
-        yield text[:start] + (f" {inside} " if nested else f"({inside})") + text[stop:], (at, at + len(block))
-        at += len(block) + 1
+        raise ExpressionError(message, text, text.index("+", start))
+    first, last = (stop, stop) if group is None else group.span()
+    for block in [None] if group is None else re.compile(r"[^+]+").finditer(text, *group.span("blocks")):
+        fragments: list[list[tuple[Dim, ...]]] = [[(dim,)] for dim in _dims(text, start, first)]
+        if group is not None and block is not None:
+            fragments.append(
+                [_dims(text, *span) for span in (group.span("before"), block.span(), group.span("behind"))]
+            )
+        fragments += [[(dim,)] for dim in _dims(text, last, stop)]
+        dims = [dim for segments in fragments for segment in segments for dim in segment]
+        check_different(text, Spec(tuple(dims)))
+        names = [
+            [tuple([factor.name for dim in segment for factor in dim.factors if factor.name]) for segment in segments]
+            for segments in fragments
+        ]
+        yield RulePart(tensor, text[start:stop].strip(), [factor for dim in dims for factor in dim.factors], names)
 
 
-@functools.lru_cache(maxsize=4096)
-def pairs_of(text: str) -> tuple[Pair, ...]:
-    """What becomes what: one tensor may become several that are equal, and the reverse; else block by block."""
+def _dims(text: str, start: int, stop: int) -> tuple[Dim, ...]:
+    """The dims of a part of the text. It is read with blanks before it, so that an error says where it stands."""
+    try:
+        return parse_tensor(text[start:stop].rjust(stop)).operands[0].dims
+    except ExpressionError as error:
+        raise ExpressionError(error.message, text, error.start, error.stop) from None
+
+
+def pairs_of(text: str) -> list[tuple[RulePart, RulePart]]:
+    """What becomes what: one tensor may become several that are equal, of several that are equal the first is read."""
     left, right = sides_of(text)
     names = [{factor.name for factor in part.factors} for part in (*left, *right)]
     tied = "+" not in text and 1 in (len(left), len(right)) and all(each == names[0] for each in names)
@@ -203,7 +244,7 @@ def pairs_of(text: str) -> tuple[Pair, ...]:
             0,
             len(text),
         )
-    pairs = tuple(itertools.product(left, right) if tied else zip(left, right, strict=True))
+    pairs = list(itertools.product(left[:1], right) if tied else zip(left, right, strict=True))
     for part, other in [each for pair in pairs for each in (pair, pair[::-1])]:
         known = {factor.name for factor in other.factors} - {None, "_"}
         for factor in part.factors:
@@ -219,15 +260,6 @@ def pairs_of(text: str) -> tuple[Pair, ...]:
 
 # --- what it says of shapes
 
-Runs = list[str]
-"""Names that stand side by side in a dim of both tensors, each with a blank between them."""
-
-Dims = list[list[tuple[bool, Runs]]]
-"""For each dim of a tensor its segments, with whether each is the block."""
-
-Sizes = Mapping[str | int, int]
-"""Sizes of names and of runs. A number is its own size."""
-
 
 @functools.lru_cache(maxsize=4096)
 def solved_pieces(
@@ -238,141 +270,126 @@ def solved_pieces(
     shapes: of the left side. given: sizes of names. Raises `SizeError` where sizes don't follow or don't fit.
     """
     text = _without_dots(text, shapes)
-    pairs = pairs_of(text)
-    dims = list(map(_in_runs, pairs))
-    sizes = _solved(text, _equations(text, pairs, dims, shapes), given)
-    sources, targets = (
-        _placed([pair[side].tensor for pair in pairs], [both[side] for both in dims], sizes) for side in (0, 1)
-    )
+    (left, right), sizes = sides_of(text), _Sizes(text, shapes, given)
     wholes: dict[int, Shape] = {}
     pieces = []
-    for (left, right), (here, start, source), (there, end, target) in zip(pairs, sources, targets, strict=True):
-        wholes[right.tensor] = target
-        steps = [PieceDim(run, sizes[run], (step, there[run])) for run, step in here.items()]
-        piece = layout_piece("", "", steps, (start, end), (source, target))
-        pieces.append((left.tensor, right.tensor, piece))
+    for one, two in pairs_of(text):
+        runs = _neighbours(one) & _neighbours(two)
+        here, start, source = _placed(one, left, runs, sizes)
+        there, end, target = _placed(two, right, runs, sizes)
+        wholes[two.tensor] = target
+        steps = [PieceDim(" ".join(run), sizes.product(run), (step, there[run])) for run, step in here.items()]
+        pieces.append((one.tensor, two.tensor, layout_piece("", "", steps, (start, end), (source, target))))
     return tuple([wholes[number] for number in range(len(wholes))]), tuple(pieces)
 
 
 def _without_dots(text: str, shapes: Sequence[Shape]) -> str:
     """The expression with names in the place of `...`, as many as the first tensor that has it needs."""
-    firsts = {part.tensor: part.spec.dims for part in sides_of(text)[0]}
-    dots = [len(shapes[at]) - len(dims) + 1 for at, dims in firsts.items() if "..." in map(str, dims)]
+    firsts = {part.tensor: part for part in sides_of(text)[0]}
+    dots = [len(shapes[at]) - len(part.dims) + 1 for at, part in firsts.items() if "..." in part.text]
     found = text.replace("...", " ".join([f"dim{at}" for at in range(*dots[:1])])) if dots else text
     for part in sides_of(found)[0]:
-        if len(part.spec.dims) != len(shapes[part.tensor]):
-            own = " ".join(map(str, firsts[part.tensor]))
-            raise SizeError(
-                f"'{own}' has {len(part.spec.dims)} dims; the tensor has {len(shapes[part.tensor])}\nin  {text}"
-            )
+        if len(part.dims) != len(shapes[part.tensor]):
+            message = f"'{firsts[part.tensor].text}' has {len(part.dims)} dims; the tensor has"
+            raise SizeError(f"{message} {len(shapes[part.tensor])}\nin  {text}")
     return found
 
 
-def _in_runs(pair: Pair) -> tuple[Dims, Dims]:
-    """Both sides of a pair in the runs that they have in common."""
-    sides = [part.dims for part in pair]
-    near = [{two for dim in side for _, names in dim for two in itertools.pairwise(names)} for side in sides]
-    joined = near[0] & near[1]
+class _Sizes:
+    """The sizes of names, which follow from the shapes of the left side.
 
-    def cut(names: Runs) -> Runs:
-        found: Runs = []
-        for before, name in zip(("", *names), names, strict=False):
-            if (before, name) in joined:
-                found[-1] += f" {name}"
-            else:
-                found.append(name)
+    A dim says the size of a name, or the product of names none of which is known alone, `(h k)`. Raises `SizeError`
+    where a dim has another size than its names give.
+    """
+
+    def __init__(self, text: str, shapes: Sequence[Shape], given: Iterable[tuple[str, int]]):
+        self.text, self.dims = text, list[tuple[int, list[Run]]]()
+        self.products: dict[Run, int] = {(): 1, **{(name,): size for name, size in given}}
+        for number, shape in enumerate(shapes):
+            own = [part.dims for part in sides_of(text)[0] if part.tensor == number]
+            for at, size in enumerate(shape):
+                blocks = own if len(own[0][at]) > 1 else own[:1]
+                self.dims.append((size, [tuple(itertools.chain(*dims[at])) for dims in blocks]))
+        known = 0
+        while known < len(self.products):
+            known = len(self.products)
+            for dim in self.dims:
+                self._solve(*dim)
+
+    def _reduced(self, names: Run) -> tuple[int, Run]:
+        """The product of the names that have a size, and the others."""
+        found = math.prod([self.products[name,] for name in names if (name,) in self.products])
+        rest = tuple(sorted([name for name in names if (name,) not in self.products]))
+        return (found * self.products[rest], ()) if rest in self.products else (found, rest)
+
+    def _solve(self, total: int, blocks: Sequence[Run]) -> None:
+        """Find the one size that a dim lacks, if it lacks one."""
+        terms = list(map(self._reduced, blocks))
+        rests = {rest for _, rest in terms if rest}
+        known, each = (sum([size for size, rest in terms if bool(rest) is is_open]) for is_open in (False, True))
+        if not rests and known != total:
+            raise SizeError(f"'{_written(blocks)}' is {known}, found {total}\nin  {self.text}")
+        if len(rests) == 1:
+            size, over = divmod(total - known, each) if each else (0, 1)
+            if over or size < 0:
+                more = f" from {known} on" if known else ""
+                raise SizeError(f"{total} doesn't divide by {each}{more}:  {_written(blocks)}\nin  {self.text}")
+            self.products[rests.pop()] = size
+
+    def product(self, names: Run) -> int:
+        """The product of the sizes of names; `SizeError` where it doesn't follow."""
+        found, rest = self._reduced(names)
+        for total, blocks in self.dims if rest else ():
+            missing = [name for name in dict.fromkeys(itertools.chain(*blocks)) if (name,) not in self.products]
+            if {*rest} <= {*missing}:
+                raise SizeError(
+                    f"the sizes of {' and '.join(map(repr, missing))} don't follow from  {_written(blocks)} = {total}\n"
+                    f"give all but one of them, like {missing[0]}=2\nin  {self.text}"
+                )
         return found
 
-    left, right = ([[(is_block, cut(names)) for is_block, names in dim] for dim in side] for side in sides)
-    return left, right
+
+def _written(blocks: Sequence[Run]) -> str:
+    """The blocks of a dim as text."""
+    text = " + ".join(map(" ".join, blocks))
+    return f"({text})" if " " in text else text
 
 
-class _Equation(NamedTuple):
-    """A size, or that of a name, is the sum of products of other names' sizes."""
-
-    total: int | str
-    products: list[Runs]
-    text: str
-
-    def missing(self, sizes: Sizes) -> list[str | int]:
-        """The names without a size."""
-        return [name for name in dict.fromkeys((*itertools.chain(*self.products), self.total)) if name not in sizes]
-
-    def value(self, sizes: Sizes) -> int:
-        """What the products come to."""
-        return sum([math.prod([sizes[name] for name in names]) for names in self.products])
+def _neighbours(part: RulePart) -> set[Run]:
+    """The pairs of names of a tensor that stand side by side."""
+    return {two for dim in part.dims for names in dim for two in itertools.pairwise(names)}
 
 
-def _equations(
-    text: str, pairs: Sequence[Pair], dims: Sequence[tuple[Dims, Dims]], shapes: Sequence[Shape]
-) -> list[_Equation]:
-    """What the shapes of the left side say of the sizes of runs, and of blocks one behind the other."""
-    found = []
-    for number, shape in enumerate(shapes):
-        own = [(part, left) for (part, _), (left, _) in zip(pairs, dims, strict=True) if part.tensor == number]
-        for at, size in enumerate(shape):
-            products = [[run for _, runs in left[at] for run in runs] for _, left in own]
-            written = text[slice(*own[0][0].spec.dims[at].span)]
-            has_blocks = any(is_block for is_block, _ in own[0][1][at])
-            found += [
-                _Equation(size, each, written) for each in ([products] if has_blocks else [[one] for one in products])
-            ]
-    return found
+def _placed(
+    part: RulePart, side: Sequence[RulePart], joined: Collection[Run], sizes: _Sizes
+) -> tuple[dict[Run, tuple[int, int]], Shape, Shape]:
+    """Through which dim of its tensor each run of a part steps, and how far; where it begins; the tensor's shape."""
+    blocks = [each for each in side if each.tensor == part.tensor]
+    steps: dict[Run, tuple[int, int]] = {}
+    offset, shape = [], []
+    for at, segments in enumerate(part.dims):
+        stride, begin = 1, 0
+        for zone, names in reversed([*enumerate(segments)]):
+            step = stride
+            for run in reversed(_cut(names, joined)):
+                steps[run] = at, step
+                step *= sizes.product(run)
+            if zone == 1:
+                counts = [sizes.product(each.dims[at][1]) for each in blocks]
+                number = [each is part for each in blocks].index(True)
+                begin, step = sum(counts[:number]) * stride, sum(counts) * stride
+            stride = step
+        offset.append(begin)
+        shape.append(stride)
+    return steps, tuple(offset), tuple(shape)
 
 
-def _solved(text: str, equations: Sequence[_Equation], given: Iterable[tuple[str, int]]) -> Sizes:
-    """The sizes of runs; `SizeError` where they don't follow, or a dim has another size than its names give."""
-    sizes: dict[str | int, int] = {each.total: each.total for each in equations if isinstance(each.total, int)}
-    sizes.update(given)
-    runs = dict.fromkeys(run for each in equations for names in each.products for run in names if " " in run)
-    waiting = [*equations, *[_Equation(run, [run.split()], f"({run})") for run in runs]]
-    waiting += [each._replace(products=[" ".join(runs).split() for runs in each.products]) for each in equations]
-    while ready := next((each for each in waiting if len(each.missing(sizes)) <= 1), None):
-        waiting.remove(ready)
-        for name in ready.missing(sizes):
-            if name == ready.total:
-                sizes[name] = ready.value(sizes)
-                continue
-            # A name stands once in a product: the sum grows evenly with its size.
-            none, one = (ready.value({**sizes, name: size}) for size in (0, 1))
-            total = sizes[ready.total]
-            sizes[name], rest = divmod(total - none, one - none) if one > none else (0, 1)
-            if rest or sizes[name] < 0:
-                more = f" from {none} on" if none else ""
-                raise SizeError(f"{total} doesn't divide by {one - none}{more}:  {ready.text}\nin  {text}")
-        if ready.value(sizes) != sizes[ready.total]:
-            raise SizeError(f"'{ready.text}' is {ready.value(sizes)}, found {sizes[ready.total]}\nin  {text}")
-    for each in equations:
-        if missing := [*dict.fromkeys(" ".join(map(str, each.missing(sizes))).split())]:
-            raise SizeError(
-                f"the sizes of {' and '.join(map(repr, missing))} don't follow from  {each.text} = {each.total}\n"
-                f"give all but one of them, like {missing[0]}=2\nin  {text}"
-            )
-    return sizes
-
-
-_Steps = tuple[dict[str, tuple[int, int]], Shape, Shape]
-"""Of a part: through which dim of its tensor each run steps, and how far; where it begins; and the tensor's shape."""
-
-
-def _placed(tensors: Sequence[int], dims: Sequence[Dims], sizes: Sizes) -> list[_Steps]:
-    """For each pair where its runs are in the tensor of one side, of which it may be one of several blocks."""
-    blocks = [[run for dim in each for is_block, runs in dim if is_block for run in runs] for each in dims]
-    elements = [math.prod([sizes[run] for run in block]) for block in blocks]
-    found = list[_Steps]()
-    for at, (tensor, own) in enumerate(zip(tensors, dims, strict=True)):
-        of_tensor = [count if other == tensor else 0 for count, other in zip(elements, tensors, strict=True)]
-        steps: dict[str, tuple[int, int]] = {}
-        offset, shape = [], []
-        for number, segments in enumerate(own):
-            stride, begin = 1, 0
-            for is_block, runs in reversed(segments):
-                step = stride
-                for run in reversed(runs):
-                    steps[run] = number, step
-                    step *= sizes[run]
-                begin, stride = (sum(of_tensor[:at]) * stride, sum(of_tensor) * stride) if is_block else (begin, step)
-            offset.append(begin)
-            shape.append(stride)
-        found.append((steps, tuple(offset), tuple(shape)))
+def _cut(names: Run, joined: Collection[Run]) -> list[Run]:
+    """Names as runs: those that are joined in one."""
+    found: list[Run] = []
+    for name in names:
+        if found and (found[-1][-1], name) in joined:
+            found[-1] += (name,)
+        else:
+            found.append((name,))
     return found

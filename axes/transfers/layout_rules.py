@@ -9,8 +9,8 @@ gives the names and shapes of the other, and the pieces that both have in common
 4 tensors -> 2 tensors
   0.q [32, 5], 0.k [8, 5], 0.v [8, 5] -> 0.qkv [48, 5]
   norm [5] -> norm [5]
->>> change.inverse.targets["0.q"]
-(32, 5)
+>>> change.pieces["0.qkv"][1].offsets
+((0, 0), (32, 0))
 
 The expressions are those of `axes.rearrange`, blocks included. A name `experts.{e}.up` stands for one tensor with a dim
 `e`, which the expression names. Nothing here needs tensors: plans, files and arrays are served by the same pieces.
@@ -18,33 +18,31 @@ The expressions are those of `axes.rearrange`, blocks included. A name `experts.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.sizes import checked_tensor_shape, given_sizes, tuple_of, written_sizes
-from axes.transfers.layout_pieces import LayoutPiece, Shape, covering, layout_piece
-from axes.transfers.layout_rule import LayoutRule, Names, layout_rule, solved_pieces
-from axes.transfers.name_patterns import NamePatterns
+from axes.transfers.layout_pieces import LayoutPiece, Shape, layout_piece
+from axes.transfers.layout_rule import LayoutRule, NamePattern, Names, layout_rule, solved_pieces
 
 Table = Mapping[Names, Names] | Iterable[tuple[Names, Names]]
 
 _LINES = 8
 _SAME = layout_rule("*", "*")
 
+_Numbers = tuple[int, ...]
+"""The numbers in a name, one for each `{e}`."""
 
 _Instance = tuple[int, tuple[str, ...]]
 """The number of a rule, -1 where no rule is about a tensor; and the text of each `*`."""
 
-_Taken = Mapping[int, Mapping[tuple[int, ...], str]]
+_Taken = Mapping[int, Mapping[_Numbers, str]]
 """For each name of the left of a rule the tensors, by the numbers in their names."""
-
-_Parts = dict[str, list[LayoutPiece]]
-"""For each target the pieces that could be it, those of tensors that are equal included."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +50,18 @@ class LayoutChange:
     """Tensors of one program as those of another: what a table of rules says of given shapes.
 
     sources, targets: the shapes by name. pieces: for each target the parts of sources that it is made of; each element
-    of a target is in one piece. equal: the same elements in further sources, which are equal to those that are read.
+    of a target is in one piece.
     """
 
     sources: Mapping[str, Shape]
     targets: Mapping[str, Shape]
-    pieces: Mapping[str, tuple[LayoutPiece, ...]]
-    equal: tuple[LayoutPiece, ...] = ()
+    pieces: Mapping[str, Sequence[LayoutPiece]]
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """The sources that the table says nobody needs."""
-        used = {piece.source for piece in itertools.chain(*self.pieces.values(), self.equal)}
+        """The sources that are no part of any target."""
+        used = {piece.source for piece in itertools.chain(*self.pieces.values())}
         return tuple([name for name in self.sources if name not in used])
-
-    @property
-    def inverse(self) -> LayoutChange:
-        """The way back, but for sources that nobody used."""
-        parts: _Parts = {name: [] for name in self.sources if name not in {*self.unused}}
-        for piece in itertools.chain(*self.pieces.values(), self.equal):
-            parts[piece.source].append(piece.inverse)
-        return _change(self.targets, {name: self.sources[name] for name in parts}, parts)
 
     def __str__(self) -> str:
         unused, rest = len(self.unused), len(self.targets) - _LINES
@@ -84,14 +73,26 @@ class LayoutChange:
         return "\n".join([*lines, *([f"  and {rest} more"] if rest > 0 else [])])
 
 
-def _change(sources: Mapping[str, Shape], targets: Mapping[str, Shape], parts: _Parts) -> LayoutChange:
-    """Of pieces that are the same elements of a target the first is read."""
-    pieces, equal = {}, list[LayoutPiece]()
-    for name, every in parts.items():
-        taken = covering([math.prod(piece.shape) for piece in every], math.prod(targets[name]))
-        pieces[name] = tuple(every[:taken])
-        equal += every[taken:]
-    return LayoutChange(sources, targets, pieces, tuple(equal))
+class _NameTable:
+    """The patterns of one side of all rules, and the first that matches a name, found without a try of each."""
+
+    def __init__(self, sides: Iterable[Sequence[NamePattern]]):
+        self.listed = [(number, *each) for number, side in enumerate(sides) for each in enumerate(side)]
+        places = [(at, pattern) for at, (*_, pattern) in enumerate(self.listed)]
+        marked = [f"(?P<n{at}>{pattern.expression.pattern})" for at, pattern in places if pattern.marks]
+        self.marked = re.compile("|".join(marked) or "(?!)", re.DOTALL)
+        self.plain = {pattern.text: at for at, pattern in reversed(places) if not pattern.marks}
+
+    def find(self, name: str) -> tuple[_Instance, int, _Numbers] | None:
+        """The first rule that has a name, with which of its names that is, and the numbers in it."""
+        found = self.marked.fullmatch(name)
+        places = [int(str(found.lastgroup)[1:])] if found else []
+        places += [self.plain[name]] if name in self.plain else []
+        if not places:
+            return None
+        number, slot, pattern = self.listed[min(places)]
+        stars, numbers = pattern.match(name) or ((), ())
+        return (number, stars), slot, numbers
 
 
 @dataclass(init=False, repr=False, unsafe_hash=True)
@@ -142,11 +143,8 @@ class LayoutRules:
         self.sizes = written_sizes(keywords, sizes)
         given_sizes(dict(self.sizes), None, (), self._names)
         self._given = [tuple(given_sizes(dict(self.sizes), None, rule.items).items()) for rule in self.rules]
-        self._sides = [
-            [(number, *each) for number, rule in enumerate(self.rules) for each in enumerate(getattr(rule, side))]
-            for side in ("left", "right")
-        ]
-        self._tables = [NamePatterns([pattern.text for *_, pattern in side]) for side in self._sides]
+        self._left = _NameTable(rule.left for rule in self.rules)
+        self._right = _NameTable(rule.right for rule in self.rules)
 
     @property
     def _names(self) -> frozenset[str]:
@@ -159,8 +157,9 @@ class LayoutRules:
         return LayoutRules([rule.entry(inverse=True) for rule in self.rules], sizes=dict(self.sizes))
 
     def _sized(self, sizes: Mapping[str, int]) -> LayoutRules:
-        """The same table with more sizes; `SizeError` where a name has another one."""
-        return LayoutRules([rule.entry() for rule in self.rules], sizes=given_sizes(dict(self.sizes), sizes))
+        """The same table with those of more sizes that it has names for; `SizeError` where a name has another one."""
+        own = {name: size for name, size in sizes.items() if name in self._names}
+        return LayoutRules([rule.entry() for rule in self.rules], sizes=given_sizes(dict(self.sizes), own))
 
     @property
     def _as_data(self) -> dict[str, Any]:
@@ -175,7 +174,7 @@ class LayoutRules:
         """Whether the table says that a target keeps the values that it has."""
         if not isinstance(target, str):
             raise ShardingError(f"keeps takes the name of a target; found {shown(target)}")
-        found = self._find(1, target)
+        found = self._right.find(target)
         return found is not None and not self.rules[found[0][0]].left
 
     def applied(self, shapes: Mapping[str, Sequence[int]]) -> LayoutChange:
@@ -188,20 +187,20 @@ class LayoutRules:
             example = "{'q': (8, 4)}"
             raise ShardingError(f"shapes are a mapping from names to shapes, like {example}; found {shown(shapes)}")
         sources = {name: checked_tensor_shape(shape) for name, shape in shapes.items()}
-        instances: dict[_Instance, dict[int, dict[tuple[int, ...], str]]] = {}
+        instances: dict[_Instance, dict[int, dict[_Numbers, str]]] = {}
         for name in sources:
-            instance, slot, numbers = self._find(0, name) or ((-1, (name,)), 0, ())
+            instance, slot, numbers = self._left.find(name) or ((-1, (name,)), 0, ())
             instances.setdefault(instance, {}).setdefault(slot, {})[numbers] = name
         self._check_all_used({number for number, _ in instances}, sources)
-        targets, parts = dict[str, Shape](), _Parts()
+        targets, pieces = dict[str, Shape](), dict[str, list[LayoutPiece]]()
         for (number, stars), taken in instances.items():
             rule, given = (self.rules[number], self._given[number]) if number >= 0 else (_SAME, ())
-            made, pieces = _made(rule, given, stars, taken, sources) if rule.right else ({}, {})
+            made, parts = _made(rule, given, stars, taken, sources) if rule.right else ({}, {})
             for target in made:
-                first = pieces[target][0].source
+                first = parts[target][0].source
                 if target in targets:
                     raise ShardingError(
-                        f"two tensors would be {shortened(target)}: {parts[target][0].source} and {first}\n"
+                        f"two tensors would be {shortened(target)}: {pieces[target][0].source} and {first}\n"
                         "give one of them another name, or say {name: None} of the one that nobody needs"
                     )
                 if self.keeps(target):
@@ -210,29 +209,23 @@ class LayoutRules:
                         f"{shortened(first)}\ntake it out of {{None: names}}, or the source out of the table"
                     )
             targets |= made
-            parts |= pieces
-        return _change(sources, targets, parts)
-
-    def _find(self, side: int, name: str) -> tuple[_Instance, int, tuple[int, ...]] | None:
-        """The first rule that has a name on one side, with which of its names that is, and the numbers in it."""
-        for number, slot, pattern in map(self._sides[side].__getitem__, self._tables[side].candidates(name)):
-            if found := pattern.match(name):
-                return (number, found[0]), slot, found[1]
-        return None
+            pieces |= parts
+        return LayoutChange(sources, targets, pieces)
 
     def _check_all_used(self, used: set[int], sources: Mapping[str, Shape]) -> None:
         """`ShardingError` with the rules that are about no tensor."""
         idle = [rule for at, rule in enumerate(self.rules) if at not in used and rule.left and not rule.optional]
-        lines = [f"  and {len(idle) - _LINES} more"] if len(idle) > _LINES else []
-        for rule in reversed(idle[:_LINES]):
-            matched = next((name for name in sources if any(p.match(name) for p in rule.left)), None)
-            first = None if matched is None else self._find(0, matched)
-            known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sources)
+        lines = ["layout rules that are about no tensor (a '?' behind a name says that it needn't be there)"]
+        known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sources) if idle else {}
+        for rule in idle[:_LINES]:
             near = suggestion(re.sub(r"{.*?}", "*", rule.left[0].text), known)
-            lines.insert(0, f"  {rule}{f': behind a wider one, {self.rules[first[0][0]]}' if first else near}")
+            matched = next((name for name in sources if any(pattern.match(name) for pattern in rule.left)), "")
+            if matched and (first := self._left.find(matched)):
+                near = f": behind a wider one, {self.rules[first[0][0]]}"
+            lines.append(f"  {rule}{near}")
         if idle:
-            about = "layout rules that are about no tensor (a '?' behind a name says that it needn't be there)"
-            raise ShardingError("\n".join([about, *lines]))
+            more = [f"  and {len(idle) - _LINES} more"] if len(idle) > _LINES else []
+            raise ShardingError("\n".join([*lines, *more]))
 
 
 def _made(
@@ -241,7 +234,7 @@ def _made(
     stars: tuple[str, ...],
     taken: _Taken,
     sources: Mapping[str, Shape],
-) -> tuple[dict[str, Shape], _Parts]:
+) -> tuple[dict[str, Shape], dict[str, list[LayoutPiece]]]:
     """The targets of a rule for one text of each `*`, and their pieces."""
     shapes = tuple([_whole_shape(rule, stars, slot, taken, sources) for slot in range(len(rule.left))])
     try:
@@ -262,9 +255,10 @@ def _made(
                     f"the rule {rule} makes {shortened(name)}, {why}; write more of the name beside '*'"
                 )
             targets[name] = whole[depth:]
-    parts: _Parts = {name: [] for name in targets}
+    parts: dict[str, list[LayoutPiece]] = {name: [] for name in targets}
     for left, right, piece in pieces:
-        for here, there, part in _unstacked(piece, len(rule.left[left].counters), len(rule.right[right].counters)):
+        depths = len(rule.left[left].counters), len(rule.right[right].counters)
+        for here, there, part in _unstacked(piece, *depths):
             target = rule.right[right].filled(stars, there)
             parts[target].append(replace(part, source=taken[left][here], target=target))
     return targets, parts
@@ -275,7 +269,7 @@ def _whole_shape(
 ) -> Shape:
     """The shape of the tensor of a name of the left; those with numbers in their names are one."""
     pattern, names = rule.left[slot], taken.get(slot, {})
-    first = next(iter(names.values()), None) or next(iter(next(iter(taken.values())).values()))
+    first = next(itertools.chain(names.values(), *[others.values() for others in taken.values()]))
     # Among more numbers than names one has none.
     counts = [min(1 + max(column), len(names) + 1) for column in zip(*names, strict=True)] or [1] * len(
         pattern.counters
@@ -291,16 +285,16 @@ def _whole_shape(
     return (*counts, *sources[first])
 
 
-def _unstacked(piece: LayoutPiece, one: int, two: int) -> Iterator[tuple[Shape, Shape, LayoutPiece]]:
+@functools.lru_cache(maxsize=4096)
+def _unstacked(piece: LayoutPiece, one: int, two: int) -> list[tuple[Shape, Shape, LayoutPiece]]:
     """The pieces of the tensors that are one with so many dims more, behind the numbers of both tensors."""
-    dims, counts = [], []
-    for dim in piece.dims:
-        (source, source_step), (target, target_step) = dim.ends
-        is_number = source < one or target < two
-        counts.append(range(dim.size if is_number else 1))
-        if not is_number:
-            dims.append(dim._replace(ends=((source - one, source_step), (target - two, target_step))))
+    kept = [dim for dim in piece.dims if dim.ends[0][0] >= one and dim.ends[1][0] >= two]
+    dims = [
+        dim._replace(ends=((at - one, step), (to - two, far))) for dim in kept for (at, step), (to, far) in [dim.ends]
+    ]
     shapes = piece.shapes[0][one:], piece.shapes[1][two:]
-    for numbers in itertools.product(*counts):
+    found = []
+    for numbers in itertools.product(*[range(1 if dim in kept else dim.size) for dim in piece.dims]):
         here, there = piece.index(0, numbers), piece.index(1, numbers)
-        yield here[:one], there[:two], layout_piece("", "", dims, (here[one:], there[two:]), shapes)
+        found.append((here[:one], there[:two], layout_piece("", "", dims, (here[one:], there[two:]), shapes)))
+    return found

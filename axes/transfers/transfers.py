@@ -13,11 +13,13 @@ all ranks, so that each rank plans its own part by itself.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -25,17 +27,16 @@ from typing import Any, NamedTuple
 from axes.algebra import providers
 from axes.algebra.chunks import Box, Tile, volume
 from axes.algebra.cost import CostModel
-from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.mesh import Mesh
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
 from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
-from axes.algebra.specs import check_same_dims
+from axes.algebra.sizes import checked_rank, checked_tensor_shape, given_sizes, whole_number, written_sizes
+from axes.algebra.specs import check_same_dims, factors_by_name, parsed_sharding
 from axes.transfers.buckets import MovedTensor, TensorKind, TensorPiece, bucketed
-from axes.transfers.layout_pieces import LayoutPiece, covering
+from axes.transfers.layout_pieces import Shape
 from axes.transfers.layout_rules import LayoutRules, Table
-from axes.transfers.transfer_ends import End, Meshes, by_name, check_used, of_tensor, shardings
 
 _NODE = 8
 
@@ -156,9 +157,15 @@ class Transfer(providers.Pictured):
     @cached_property
     def inverse(self) -> Transfer:
         """The plan of the way back: what is read of the sources is written, by the first of targets that are equal."""
-        moved = _without_repeats([one.inverse for one in self.tensors])
+        moved, written = list[MovedTensor](), dict[str, int]()
+        for one in [each.inverse for each in self.tensors]:
+            done = written.get(one.target_name, 0)
+            if one.target_name not in written or done < math.prod(one.shapes[1]):
+                moved.append(one)
+                written[one.target_name] = done + math.prod(one.shape)
+        tensors, buckets = bucketed(moved, self.bucket_bytes)
         unread = self.ends[1].keys() - {one.source_name for one in moved}
-        return replace(self, **_in_buckets(moved, self.bucket_bytes), idle=(self.idle[1] | unread, frozenset()))
+        return replace(self, tensors=tensors, buckets=buckets, idle=(self.idle[1] | unread, frozenset()))
 
     @cached_property
     def ends(self) -> tuple[dict[str, TransferEnd], dict[str, TransferEnd]]:
@@ -350,9 +357,99 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count != 1 else ''}"
 
 
-def _in_buckets(tensors: Iterable[MovedTensor], bucket_bytes: int) -> dict[str, Any]:
-    """The tensors of a transfer, and the buckets in which they go."""
-    return dict(zip(("tensors", "buckets"), bucketed(tensors, bucket_bytes), strict=True))
+# --- how tensors lie ------------------------------------------------------------------------------
+
+End = str | Sharding
+Meshes = Mesh | Mapping[str, Mesh]
+
+
+def read_end(end: End, mesh: Mesh, sizes: tuple[tuple[str, int], ...] = (), ndim: int | None = None) -> Sharding:
+    """A spec on a mesh, or a sharding, on a mesh that has no more ranks than the tensor. sizes: of any names.
+
+    Raises `ShardingError` for what is neither, and for what is pending.
+
+    >>> read_end("f@tp", Mesh("pp=2 tp=2").at(3)["tp"]).universe
+    Universe(ranks=range(2, 4))
+    """
+    if not isinstance(end, str | Sharding):
+        raise ShardingError(f"a tensor lies by a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
+    if isinstance(end, Sharding):
+        mesh, found = end.mesh, end
+    else:
+        named = tuple([each for each in sizes if each[0] in factors_by_name(end)])
+        found = parsed_sharding(mesh, end, named, ndim)
+    if any(op != "same" for op, _ in found.pending):
+        raise ShardingError(f"'{found}' has something pending; resolve it first, with axes.reshard")
+    found, own = replace(found, pending=()), _on_own_ranks(mesh)
+    return replace(found, mesh=own) if own.size == mesh.universe.size else parsed_sharding(own, found.spec)
+
+
+def _on_own_ranks(mesh: Mesh) -> Mesh:
+    """The mesh of these axes alone, seen from no rank: of a sub-mesh that of the ranks that it is seen from."""
+    if mesh.size == mesh.universe.size:
+        return mesh._seen_from(None)
+    if mesh.binding is not None and mesh._view is None:
+        names = ", ".join(f'"{name}"' for name in mesh.axis_names)
+        raise MeshError(
+            f"mesh[{names}] is another one on each rank; a transfer is the same on all. "
+            f"Say which one it is, by one of its ranks: mesh.at(rank)[{names}]"
+        )
+    axes = " ".join([f"{name}={size}" for name, size in mesh.shape.items()])
+    more = {name: mesh.factored(layout) for name, layout in mesh.namespace.items() if name not in mesh.shape}
+    # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
+    ranks = mesh.universe.group(mesh.layout_of_all, mesh.rank)
+    return Mesh(axes, *[f"{name} = {' '.join(own)}" for name, own in more.items() if own], ranks=ranks)
+
+
+@lru_cache(maxsize=4096)
+def _sized_end(end: End, mesh: Mesh, shape: Shape, sizes: tuple[tuple[str, int], ...], *_: Any) -> Sharding:
+    """An end of a tensor, kept for its names and the view of its mesh as well: equal ones may differ in these."""
+    return read_end(end, mesh, sizes, len(shape)).at(shape)
+
+
+def _shardings(
+    side: str, specs: Mapping[str, End], meshes: Meshes | None, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
+) -> tuple[dict[str, Sharding], Mesh | None]:
+    """The shardings of tensors of these shapes by name, each on a mesh of its own ranks; and a mesh of the job."""
+    found, home, mesh_of, given = {}, None, _by_name(meshes), tuple(sorted(sizes.items()))
+    for name, shape in sorted(shapes.items()):
+        with of_tensor(name, shape):
+            end = specs[name]
+            own = end.mesh if isinstance(end, Sharding) else mesh_of(name)
+            if own is None and isinstance(meshes, Mapping):
+                raise MeshError(f"no pattern of {side}_mesh matches: {', '.join(map(shortened, meshes))}")
+            mesh = required_mesh(own, "axes.transfer")
+            found[name] = _sized_end(end, mesh, shape, given, getattr(end, "names", ()), mesh._view)
+            home = home or (mesh if mesh.binding is not None else None)
+    return found, home
+
+
+@contextlib.contextmanager
+def of_tensor(name: str, shape: Shape | None = None) -> Iterator[None]:
+    """Errors in this block say of which tensor they are."""
+    try:
+        yield
+    except AxesError as error:
+        whole = "" if shape is None else f", {shown(list(shape))}"
+        raise type(error)(f"{error}\n  of the tensor {shortened(name)}{whole}") from None
+
+
+def _by_name(given: Any) -> Callable[[str], Any]:
+    """What is said of each name: one value for all, or that of the name itself, or of the first pattern that matches.
+
+    >>> [_by_name({"*.b": 1, "*": 2, "a.b": 3})(name) for name in ("a.b", "c.b", "c")]
+    [3, 1, 2]
+    """
+    if not isinstance(given, Mapping):
+        return lambda name: given
+    values = list(given.values())
+    table = re.compile("|".join([f"({fnmatch.translate(each)})" for each in given]) or "(?!)")
+
+    def found(name: str) -> Any:
+        match = None if name in given else table.match(name)
+        return given.get(name) if match is None or match.lastindex is None else values[match.lastindex - 1]
+
+    return found
 
 
 # --- from what users write ------------------------------------------------------------------------
@@ -410,69 +507,66 @@ def transfer(
           sent      at most 2.0 MiB by a rank, 2.0 MiB on average of 4 that send
           rank 0    0 B in, 2.0 MiB out, with 4 ranks; peak 3.0 MiB
     """
-    for what, given in (("sources", sources), ("targets", targets)):
-        _check_mapping(what, given, "a name to a spec")
-    shapes = _check_mapping("shapes", shapes, "a name to a whole shape")
-    for what, maybe in (("source_mesh", source_mesh), ("target_mesh", target_mesh), ("dtype", dtype)):
-        if isinstance(maybe, Mapping):
-            _check_mapping(what, maybe, "patterns of names")
-    bucket_bytes, given_sizes = _checked_bucket(bucket_mb), dict(written_sizes(keywords, sizes))
-    wholes = dict[str, tuple[int, ...]]()
+    maybe = [("source_mesh", source_mesh), ("target_mesh", target_mesh), ("dtype", dtype)]
+    for what, given, hint in (
+        ("sources", sources, "a name to a spec"),
+        ("targets", targets, "a name to a spec"),
+        ("shapes", shapes, "a name to a whole shape"),
+        *[(what, given, "patterns of names") for what, given in maybe if isinstance(given, Mapping)],
+    ):
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ShardingError(f"{what} of axes.transfer map {hint}; found {shown(given)}")
+    assert shapes is not None, "it has just been checked"
+    bucket_bytes, given_here = _checked_bucket(bucket_mb), dict(written_sizes(keywords, sizes))
+    wholes = dict[str, Shape]()
     for name in sorted(sources):
         if name not in shapes:
             raise ShardingError(f"shapes lacks {shortened(name)}{suggestion(name, shapes)}")
         wholes[name] = checked_tensor_shape(_shape_of(shapes[name]))
-    table = _table(rules, given_sizes)
-    change = None if table is None else table.applied(wholes)
-    made = wholes if change is None else change.targets
-    _check_targets(made, targets, table)
-    for name in wholes if table is None else ():
+    table = rules if isinstance(rules, LayoutRules) else LayoutRules({} if rules is None else rules)
+    change = table._sized(given_here).applied(wholes)
+    for name in (*change.targets, *targets):
+        if name not in targets or not (name in change.targets or table.keeps(name)):
+            why = f"targets lack {shortened(name)}, which sources become{suggestion(name, targets)}"
+            if name in targets:
+                why = f"no source becomes {shortened(name)} of targets{suggestion(name, change.targets)}"
+            raise ShardingError(
+                f"{why}; both sides have the same names, or rules= says how they relate: {{names: None}} of sources "
+                "that nobody needs, {None: name} of a target that keeps its values"
+            )
+    for name in wholes if rules is None else ():
         with of_tensor(name):
             check_same_dims(sources[name], targets[name])
-    before, own = shardings("source", sources, source_mesh, wholes, given_sizes)
-    after, others = shardings("target", targets, target_mesh, made, given_sizes)
-    dtype_of = by_name(dtype)
-
-    def moved(source: str, target: str, part: LayoutPiece | None) -> MovedTensor:
-        own, wanted = getattr(shapes[source], "dtype", None), dtype_of(target)
-        known = None if own is None else dtype_name(own)
-        dtypes = known, known if wanted is None else dtype_name(wanted)
-        shape = wholes[source] if part is None else part.extents
-        return MovedTensor(source, target, shape, before[source], after[target], dtypes, part)
-
-    if change is None:
-        found = [moved(name, name, None) for name in wholes]
-    else:
-        pieces = itertools.chain(*change.pieces.values())
-        found = [moved(each.source, each.target, None if each.is_whole else each) for each in pieces]
-    read = {one.source_name for one in found}
-    first: dict[str, MovedTensor] = {}
-    for one in found:
-        other = first.setdefault(one.target_name, one)
+    before, own = _shardings("source", sources, source_mesh, wholes, given_here)
+    after, others = _shardings("target", targets, target_mesh, change.targets, given_here)
+    dtype_of, found, first = _by_name(dtype), list[MovedTensor](), dict[str, MovedTensor]()
+    for part in itertools.chain(*change.pieces.values()):
+        known, wanted = getattr(shapes[part.source], "dtype", None), dtype_of(part.target)
+        dtypes = [None if each is None else dtype_name(each) for each in (known, known if wanted is None else wanted)]
+        shape, rest = (wholes[part.source], None) if part.is_whole else (part.extents, part)
+        one = MovedTensor(
+            part.source, part.target, shape, before[part.source], after[part.target], (dtypes[0], dtypes[1]), rest
+        )
+        other = first.setdefault(part.target, one)
         if other.dtypes[1] != one.dtypes[1]:
             each = " and ".join(f"{shortened(c.source_name)}, {c.dtypes[1] or 'unknown'}" for c in (other, one))
             raise ShardingError(f"{shortened(one.target_name)} is made of {each}; say which it becomes, with dtype=")
+        found.append(one)
     for pattern in dtype if isinstance(dtype, Mapping) else ():
         if pattern not in targets and not fnmatch.filter(targets, pattern):
             raise ShardingError(f"{shortened(pattern)} of dtype= matches no target{suggestion(pattern, targets)}")
-    check_used(given_sizes, (*sources.values(), *targets.values()), table)
+    named = [factors_by_name(end) for end in {*sources.values(), *targets.values()} if isinstance(end, str)]
+    given_sizes(given_here, None, (), sorted(table._names.union(*named)), "the specs")
+    read = {one.source_name for one in found}
     nodes = [end.mesh.ranks_per_node for one in found for end in (one.source, one.target)]
     return Transfer(
-        **_in_buckets(found, bucket_bytes),
+        *bucketed(found, bucket_bytes),
         bucket_bytes=bucket_bytes,
         rank=found[0].source.universe.ranks[0] if found else 0,
         ranks_per_node=next(filter(None, nodes), _NODE),
         home=own or others,
-        idle=(frozenset(sources.keys() - read), frozenset(targets.keys() - made.keys())),
+        idle=(frozenset(sources.keys() - read), frozenset(targets.keys() - change.targets.keys())),
     )
-
-
-def _table(rules: LayoutRules | Table | None, sizes: Mapping[str, int]) -> LayoutRules | None:
-    """The layout rules, with the sizes that their expressions have names for."""
-    if rules is None:
-        return None
-    found = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
-    return found._sized({name: size for name, size in sizes.items() if name in found._names})
 
 
 def _shape_of(value: Any) -> Any:
@@ -481,38 +575,6 @@ def _shape_of(value: Any) -> Any:
         return getattr(value, "shape", value)
     except Exception:  # of the tensor's class
         return value
-
-
-def _check_targets(made: Mapping[str, Any], targets: Mapping[str, End], rules: LayoutRules | None) -> None:
-    advice = (
-        "both sides have the same names, or rules= says how they relate: {names: None} of sources that nobody needs, "
-        "{None: name} of a target that keeps its values"
-    )
-    for name in made:
-        if name not in targets:
-            raise ShardingError(
-                f"targets lack {shortened(name)}, which sources become{suggestion(name, targets)}; {advice}"
-            )
-    for name in targets:
-        if name not in made and (rules is None or not rules.keeps(name)):
-            raise ShardingError(f"no source becomes {shortened(name)} of targets{suggestion(name, made)}; {advice}")
-
-
-def _without_repeats(tensors: Iterable[MovedTensor]) -> list[MovedTensor]:
-    """Of what would be written to the same elements the first."""
-    by_target: dict[str, list[MovedTensor]] = {}
-    for one in tensors:
-        by_target.setdefault(one.target_name, []).append(one)
-    found: list[MovedTensor] = []
-    for parts in by_target.values():
-        found += parts[: covering([math.prod(one.shape) for one in parts], math.prod(parts[0].shapes[1]))]
-    return found
-
-
-def _check_mapping(what: str, given: object, hint: str) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ShardingError(f"{what} of axes.transfer map {hint}; found {shown(given)}")
-    return given
 
 
 def _checked_bucket(bucket_mb: object) -> int:
