@@ -60,7 +60,7 @@ def declared(
     Raises `ExpressionError`, `SizeError` or `MeshError` that shows the equation.
     """
     names = tuple(item.name for item in items)
-    _check_sides(names, equations)
+    check_sides(names, equations)
     ranks = f"the axes multiply to the {world_size} ranks; a size that is left out follows"
     whole = [] if world_size is None else [Product(names, (), world_size, ranks)]
     found = solved({}, [*whole, *map(_as_product, equations)], [*items, *_items(equations)], keywords, sizes)
@@ -81,7 +81,7 @@ def defined(
 
     Raises as `declared` does, and `MeshError` for a size that isn't the known name's.
     """
-    _check_sides(namespace, equations)
+    check_sides(namespace, equations)
     found = solved(namespace, map(_as_product, equations), _items(equations), keywords, sizes)
     return _with_equations(dict(namespace), equations, found)
 
@@ -139,7 +139,7 @@ def _with_equations(namespace: Namespace, equations: Sequence[Equation], sizes: 
     return namespace
 
 
-def _check_sides(known: Collection[str], equations: Sequence[Equation]) -> None:
+def check_sides(known: Collection[str], equations: Sequence[Equation]) -> None:
     """Each equation, in order, has a side of known names: said before sizes are missing for that."""
     seen = set(known)
     for equation in equations:

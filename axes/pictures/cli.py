@@ -8,6 +8,7 @@
     python -m axes plan "b s@tp d" "b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
     python -m axes transfer "f@fsdp d" "f d@tp" f=64 d=32 --source-mesh "fsdp=4" --target-mesh "dp=2 tp=2"
     python -m axes trace trace.*.json --chrome all.json
+    python -m axes check train.py models
 
 A verb is a function of the options given, and answers with text, the same as data, and the value that is drawn. In
 `main` alone answers are printed (`--json`) and drawn (`--svg`, `--html`), and errors said: one message on stderr, and
@@ -33,6 +34,7 @@ from axes.algebra.explanation import SCHEMA
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import plan
 from axes.pictures import timeline
+from axes.pictures.checker import mistakes_in
 from axes.pictures.named_sizes import shape_of_names
 from axes.pictures.rank_text import short_ranks
 from axes.pictures.show import drawn
@@ -60,6 +62,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "target": {"help": 'how it is to lie: "b s d@tp"'},
     "sizes": {"nargs": "*", "metavar": "NAME=SIZE", "help": "sizes of names: b=8"},
     "files": {"nargs": "+", "metavar": "FILE", "help": "what AXES_TRACE=trace.json has written: trace.*.json"},
+    "sources": {"nargs": "+", "metavar": "PATH", "help": "Python files, and folders of them"},
     "--mesh": {"help": _MESH},
     "--source-mesh": {"required": True, "metavar": "MESH", "help": 'the axes there: "fsdp=4"'},
     "--target-mesh": {"required": True, "metavar": "MESH", "help": 'the axes here: "dp=2 tp=2"'},
@@ -262,6 +265,17 @@ def _of_trace(given: argparse.Namespace) -> Answer:
     return Answer(str(found), found.json(), found)
 
 
+def _of_check(given: argparse.Namespace) -> Answer:
+    """Mistakes in the expressions and specs of programs, without running them.
+
+    Example: python -m axes check train.py models
+    """
+    count, found = mistakes_in(given.sources)
+    lines = ["{file}:{line}:{column}: {message}".format(**each) for each in found]
+    wrong = f"mistakes: {len(found)}" if found else ""
+    return Answer("\n".join(lines) or "no mistake", {"files": count, "mistakes": found}, None, wrong)
+
+
 _VERBS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str]] = {
     "mesh": (_of_mesh, "declaration equations --world --rank --svg --html"),
     "groups": (_of_groups, "--mesh --world --rank --axis"),
@@ -272,6 +286,7 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str]] = {
         "source target sizes --source-mesh --target-mesh --first --rank --dtype --to-dtype --bucket-mb --svg --html",
     ),
     "trace": (_of_trace, "files --chrome --svg --html"),
+    "check": (_of_check, "sources"),
 }
 """The verbs: who answers, and the options that each takes beside `--json`."""
 
