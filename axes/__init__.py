@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from axes.algebra import providers as _providers
 
 if TYPE_CHECKING:
-    from axes import nn
+    from axes import convert, nn
     from axes.algebra.cost import CostModel
     from axes.algebra.errors import AxesError, DesyncError, ExpressionError, MeshError, ShardingError, SizeError
     from axes.algebra.layout import Layout
@@ -98,6 +98,7 @@ __all__ = [
     "axis_size",
     "connect",
     "constrain",
+    "convert",
     "cross_entropy",
     "debug",
     "destroy_process_groups",
@@ -200,7 +201,7 @@ _HOME = {
     "axes.transfers.transfers": ("transfer",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_FOLDERS = {"nn": "axes.nn"}
+_FOLDERS = {"convert": "axes.convert", "nn": "axes.nn"}
 """Public names that are modules themselves."""
 
 _providers.provide(

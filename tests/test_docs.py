@@ -238,7 +238,8 @@ def test_the_reference_has_every_public_name_once_and_no_other():
         name for page in pages for name in re.findall(r"^::: axes\.(.+)$", page.read_text(encoding="utf-8"), re.M)
     )
     nn = {f"nn.{name}" for name in axes.nn.__all__ if name not in axes.__all__}
-    assert found == sorted({*axes.__all__, "extension", *nn} - {"nn"})
+    converters = {f"convert.{name}" for name in axes.convert.__all__}
+    assert found == sorted({*axes.__all__, "extension", *nn, *converters} - {"convert", "nn"})
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

@@ -24,7 +24,7 @@ import axes
 from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("algebra", "runtime", "ops", "extension", "launching", "transfers", "nn", "debugging", "pictures")
+LAYERS = ("algebra", "convert", "runtime", "ops", "extension", "launching", "transfers", "nn", "debugging", "pictures")
 PRIVATE = Path("axes/runtime/torch_private.py")
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
@@ -594,9 +594,11 @@ def inside_imports(path: Path) -> set[str]:
 
 
 PUBLIC = {
+    "axes.convert",
     "axes.nn",
     "axes.extension",
     *(f"axes.{name}" for name in axes.__all__),
+    *(f"axes.convert.{name}" for name in axes.convert.__all__),
     *(f"axes.nn.{name}" for name in axes.nn.__all__),
 }
 MOST_INSIDE = 15
