@@ -1,12 +1,12 @@
-"""A mixture of experts: ranks that split tokens in one way split experts in another.
+"""A mixture of experts: the same ranks are factorized in one way for tokens, in another for experts.
 
-Dense layers see the ranks as `dp_shard cp tp`, and the tokens are split over all of them. Experts
-see the same ranks as `efsdp ep`, another factorization, which is one equation:
+Dense layers see the ranks as `dp_shard cp tp`, and the tokens are split over all three. Experts
+see the same ranks as `efsdp ep`. One equation declares this second factorization:
 
     axes.init_mesh("dp_shard cp tp", "(dp_shard cp tp) = efsdp ep")
 
-A rank has the experts of its coordinate on `ep`; their matrices are split over `efsdp`, and
-gathered where they are used. A router chooses experts for each token. One all-to-all over `ep`
+A rank has the experts of its coordinate on `ep`. Their matrices are split over `efsdp`, and
+gathered before use. A router chooses experts for each token. One all-to-all over `ep`
 takes the tokens to their experts, and a second one takes the results back:
 
                 rank 0     rank 1
@@ -15,16 +15,16 @@ takes the tokens to their experts, and a second one takes the results back:
     dispatch    t1 t3 t4   t0 t2 t5        rank 0 has e0, rank 1 has e1
     combine     y0 y1 y2   y3 y4 y5
 
-How many tokens choose an expert is known only once they have chosen. Two ways to live with it:
+The number of tokens of an expert is known only after the router has chosen. There are two variants:
 
-- with a *capacity*, an expert takes so many tokens of each rank, and the others are dropped. Then
-  every rank sends as much, and both exchanges are expressions: `"e c@ep d -> e@ep c d"` and back;
+- with a *capacity*, an expert takes a fixed number of tokens from each rank, and drops the others. Then
+  all messages have the same size, and both exchanges are expressions: `"e c@ep d -> e@ep c d"` and back;
 - *dropless*, ranks first tell each other how many tokens they will send, in a small all-to-all. With these
-  as `send_sizes` and `recv_sizes`, `axes.all_to_all` takes as many as there are, and nothing is padded.
+  numbers as `send_sizes` and `recv_sizes`, `axes.all_to_all` moves all tokens, without padding.
 
-    python examples/moe.py --dp-shard 4 --tp 2 --ep 4
+    python examples/moe.py
 
-compares both with one process that computes every expert for every token, gradients included. After
+compares both with one device that computes every expert for every token. After
 Lepikhin and others, "GShard" (2020), and Gale and others, "MegaBlocks" (2022).
 """
 
@@ -33,14 +33,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from support import compared, flag, in_words, largest, shown, too_many, undeclared, verdict
-from support import read_options as read_flags
+from support import Compared, compared, report
 from torch import Tensor
 
 import axes
@@ -50,7 +48,6 @@ DECLARATION = "dp_shard cp tp", "(dp_shard cp tp) = efsdp ep"
 CHOICES = 2  # experts that each token is sent to
 
 BATCH, WIDTH, HIDDEN = 8, 16, 32
-LIMIT = 1e-5
 
 # What the region below takes and gives: tokens, the router, and two matrices of each expert.
 TOKENS, ROUTER, UP, DOWN = "b@dp_shard s@(cp tp) d", "d e", "e@ep d@efsdp f", "e@ep f@efsdp d"
@@ -135,8 +132,8 @@ def dropless(x: Tensor, chosen: Chosen, up: Tensor, down: Tensor) -> Tensor:
 
 def on_one_device(
     x: Tensor, router: Tensor, up: Tensor, down: Tensor, capacity: int | None, parts: list[tuple]
-) -> tuple[Tensor, int]:
-    """What is right, and how many choices are dropped: all experts for all tokens, most times zero.
+) -> Tensor:
+    """All experts for all tokens, with zero as the weight of each expert that a token didn't choose.
 
     With a capacity, an expert takes the first tokens that chose it of each of the `parts` of `x`.
     """
@@ -150,23 +147,13 @@ def on_one_device(
             earlier = wanted[part].flatten(0, 1).cumsum(0).view_as(wanted[part])
             kept[part] = wanted[part] & (earlier <= capacity)
     hidden = F.gelu(axes.einsum(x, up, "b s d, e d f -> b s e f"))
-    out = axes.einsum(hidden, down, weight * kept, "b s e f, e f d, b s e -> b s d")
-    return out, int(wanted.sum() - kept.sum())
-
-
-class Found(NamedTuple):
-    """How far it is from one device, what it sends each way, and how many choices were dropped."""
-
-    distance: dict[str, float]
-    forward: dict[str, int]
-    backward: dict[str, int]
-    dropped: int
+    return axes.einsum(hidden, down, weight * kept, "b s e f, e f d, b s e -> b s d")
 
 
 def compare(
     sizes: dict[str, int], experts: int, sequence: int, factor: float, dtype: torch.dtype = torch.float32
-) -> dict[str, Found]:
-    """Both variants against one device. A capacity is `factor` times what a rank would have if all were even."""
+) -> list[Compared]:
+    """Both variants on each rank. The capacity is `factor` times a rank's even share of the choices of an expert."""
     mesh = axes.init_mesh(*DECLARATION, device_type="cpu", **sizes)
     generator = torch.Generator().manual_seed(0)
 
@@ -175,69 +162,27 @@ def compare(
 
     x, cotangent = numbers(2, BATCH, sequence, WIDTH)
     up, down = numbers(experts, WIDTH, HIDDEN) / WIDTH**0.5, numbers(experts, HIDDEN, WIDTH) / HIDDEN**0.5
-    wholes = x, numbers(WIDTH, experts), up, down
-    capacity = math.ceil(factor * CHOICES * BATCH * sequence / mesh.size / experts)
+    even = math.ceil(factor * CHOICES * BATCH * sequence / mesh.size / experts)
     parts = [mesh.sharding(TOKENS).local_indices(tuple(x.shape), rank) for rank in range(mesh.size)]
-    # Tokens and router lie on the mesh of the dense layers, the experts' matrices on their own.
-    sparse = mesh["efsdp", "ep"]
-    specs = {"x": (TOKENS, mesh), "router": (ROUTER, mesh), "up": (UP, sparse), "down": (DOWN, sparse)}
-    inputs = {name: (whole, *spec) for whole, (name, spec) in zip(wholes, specs.items(), strict=True)}
-
-    def found(exchange: Callable[..., Tensor], capacity: int | None) -> Found:
+    sparse = mesh["efsdp", "ep"]  # the mesh of the experts' matrices
+    inputs = {"x": (x, TOKENS, mesh), "router": (numbers(WIDTH, experts), ROUTER, mesh)}
+    inputs |= {"up": (up, UP, sparse), "down": (down, DOWN, sparse)}
+    found = []
+    for capacity in (even, None):
+        exchange = dropless if capacity is None else partial(with_capacity, capacity=capacity)
         one = partial(on_one_device, capacity=capacity, parts=parts)
         with mesh:
-            against = compared(experts_layer(exchange), lambda *x: one(*x)[0], inputs, cotangent)
-        return Found(*against, dropped=one(*wholes)[1])
-
-    return {"capacity": found(partial(with_capacity, capacity=capacity), capacity), "dropless": found(dropless, None)}
+            found.append(compared(experts_layer(exchange), one, inputs, cotangent))
+    return found
 
 
-# ---------------------------------------------------------------------------------------- options
-
-
-@dataclass(frozen=True)
-class Options:
-    """A mixture of experts on a mesh with two factorizations."""
-
-    dp_shard: int = flag(4, "ranks that share a batch")
-    cp: int = flag(1, "ranks that share a sequence")
-    tp: int = flag(2, "ranks that share it further")
-    ep: int = flag(4, "ranks that share the experts")
-    experts: int = flag(8, "a multiple of --ep")
-    sequence: int = flag(16, "tokens of a sample")
-    factor: float = flag(1.0, "of the capacity: 1 suits tokens that spread evenly")
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("dp_shard", "cp", "tp", "ep")}
-
-    @property
-    def ranks(self) -> int:
-        return self.dp_shard * self.cp * self.tp
-
-
-def what_is_wrong(options: Options) -> str | None:
-    if wrong := too_many(options.ranks) or undeclared(DECLARATION, None, options.sizes):
-        return wrong
-    if options.experts < CHOICES or options.experts % options.ep:
-        return f"--experts {options.experts} isn't a multiple of --ep {options.ep}, or fewer than {CHOICES}"
-    return None
-
-
-read_options = partial(read_flags, "moe.py", Options, what_is_wrong)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = read_options(arguments)
-    every = axes.launch(compare, options.ranks, options.sizes, options.experts, options.sequence, options.factor)
-    distances: list[float] = []
-    for variant, found in every[0].items():
-        off = largest(each[variant].distance for each in every)
-        print(f"{variant}: {found.dropped} choices of {CHOICES * BATCH * options.sequence} dropped")
-        print(f"  forward   {in_words(found.forward)}\n  backward  {in_words(found.backward)}")
-        print(f"  distance to one device: {shown(off)}")
-        distances += off.values()
-    return verdict("moe.py", distances, LIMIT)
+def main() -> int:
+    every = axes.launch(compare, 8, {"dp_shard": 4, "cp": 1, "tp": 2, "ep": 4}, 8, 16, 1.0)
+    failed = 0
+    for variant, found in zip(("with a capacity", "dropless"), zip(*every, strict=True), strict=True):
+        print(variant)
+        failed |= report("moe.py", found)
+    return failed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share and aren't about: options, counting what is sent, timing, comparing, printing."""
+"""Shared by the examples: options, counts of collectives, comparisons with one device, printing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,7 +83,7 @@ def undeclared(declaration: Sequence[str], ranks: int | None, sizes: Mapping[str
     return None
 
 
-# ----------------------------------------------------------------------------- what is sent, and time
+# ---------------------------------------------------------------------------------- what is sent
 
 KINDS = "all_gather", "all_reduce", "all_to_all", "reduce_scatter"
 
@@ -98,27 +97,6 @@ def collectives(sent: CommDebugMode) -> dict[str, int]:
 
 def in_words(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
-
-
-def in_turns(
-    steps: Mapping[str, Callable[[], float]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> tuple[dict, dict]:
-    """What each of some steps returns and the seconds it takes by the clock, in every round; they take turns."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds):
-        for name in list(steps)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            started = clock()
-            found[name].append(steps[name]())
-            seconds[name].append(clock() - started)
-    return found, seconds
-
-
-def median_ratio(seconds: Sequence[float], peer: Sequence[float], warm_up: int) -> float:
-    """The median ratio of steps that followed each other: what else the machine does meets both."""
-    ratios = [ours / theirs for ours, theirs in zip(seconds, peer, strict=True)]
-    return statistics.median(ratios[warm_up:] or ratios)
 
 
 # ------------------------------------------------------------------------------------- comparing
@@ -151,6 +129,14 @@ def compared(
     pairs |= {f"d{name}": (x.grad, y.grad) for name, x, y in zip(inputs, shards, leaves, strict=True)}
     distance = {name: float((axes.unshard(x) - y).detach().abs().max()) for name, (x, y) in pairs.items()}
     return Compared(distance, collectives(forward), collectives(backward))
+
+
+def report(script: str, every: Sequence[Compared], limit: float = 1e-5) -> int:
+    """Prints what all ranks found of a comparison; the exit status."""
+    distances = largest(each.distance for each in every)
+    print(f"{len(every)} ranks, forward: {in_words(every[0].forward)}; backward: {in_words(every[0].backward)}")
+    print(f"distance to one device: {shown(distances)}")
+    return verdict(script, distances.values(), limit)
 
 
 def largest(every: Iterable[Mapping[str, float]]) -> dict[str, float]:

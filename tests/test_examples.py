@@ -63,22 +63,7 @@ def worlds(pool, warm, monkeypatch) -> Worlds:
 
 # ------------------------------------------------------------------------- against one device
 
-BY_HAND = "4 all_gather, 3 all_reduce, 4 reduce_scatter in a step"
 SMALL = {
-    "megatron_block": ("--ranks 8 --steps 3 --width 32 --sequence 16", [BY_HAND] * 3),
-    "ulysses": ("--cp 4 --tp 2 --sequence 13", ["DTensors: 4 collectives", "plain shards: 4 collectives"]),
-    "ulysses, heads alone": ("--cp 1 --tp 8 --sequence 16", ["DTensors: 0 coll", "plain shards: 0 coll"]),
-    "ring_attention": ("--ranks 8 --sequence 64", ["float32: 11 collectives", "float64: 11 collectives"]),
-    "moe": (
-        "--dp-shard 2 --cp 2 --tp 2 --ep 4 --experts 4 --sequence 9 --factor 0.5",
-        ["forward   2 all_gather, 2 all_to_all", "dropless: 0 choices", "forward   2 all_gather, 3 all_to_all"],
-    ),
-    "moe, few tokens": (
-        "--dp-shard 2 --cp 2 --tp 2 --ep 8 --experts 16 --sequence 8 --factor 0.3",
-        ["forward   2 all_to_all\n", "backward  1 all_reduce, 2 all_to_all", "dropless: 0", "forward   3 all_to_all\n"],
-    ),
-    "moe, no exchange": ("--dp-shard 8 --tp 1 --ep 1 --experts 2 --sequence 4", ["forward   2 all_gather\n"] * 2),
-    "llama_by_hand": ("--steps 3 --width 16 --sequence 16 --batch 2", ["ratio "]),
     "hf_llama": ("--mesh dp=2@tp=4 --key-heads 2 --tied 0 --batch 5 --tokens 5 --rounds 1", ["one device's: True"]),
     "parallel_dims": ("", ["experts           pp=1 dp_replicate=2 efsdp=1 ep=4"]),
     "train": ("--steps 4 --batch 5 --width 32 --layers 1 --heads 2 --sequence 15", ["difference over 4 steps"]),
@@ -99,6 +84,30 @@ def test_an_example_on_eight_ranks_is_what_it_is_on_one_device(name, worlds, cap
     for each in said:
         assert each in out
         out = out.partition(each)[2]
+
+
+EXCHANGES = {"all_gather": 2, "all_to_all": 2}
+MOE = {"dp_shard": 2, "cp": 2, "tp": 2}
+PATTERNS = {
+    "two_layers": (4, (), [{"all_reduce": 1}]),
+    "megatron_block": (8, (8, 32, 8, 16), [EXCHANGES]),
+    "ulysses": (8, (4, 2, 13), [{"all_to_all": 2}]),
+    "ulysses, heads alone": (8, (1, 8, 16), [{}]),
+    "ring_attention": (8, (8, 64, torch.float64), [{"all_to_all": 11}]),
+    "moe": (8, (MOE | {"ep": 4}, 4, 9, 0.5), [EXCHANGES, {"all_gather": 2, "all_to_all": 3}]),
+    "moe, few tokens": (8, (MOE | {"ep": 8}, 16, 8, 0.3), [{"all_to_all": 2}, {"all_to_all": 3}]),
+    "moe, no exchange": (8, ({"dp_shard": 8, "cp": 1, "tp": 1, "ep": 1}, 2, 4, 1.0), [{"all_gather": 2}] * 2),
+}
+"""Ranks and arguments of `compare`, and the collectives of each forward pass."""
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_is_what_it_is_on_one_device(name, warm):
+    ranks, arguments, forward = PATTERNS[name]
+    every = warm(importlib.import_module(name.partition(",")[0]).compare, ranks, *arguments)
+    rows = [found if isinstance(found, list) else [found] for found in every]
+    assert [found.forward for found in rows[0]] == forward
+    assert all(distance < 1e-4 for row in rows for found in row for distance in found.distance.values())
 
 
 full = pytest.mark.full
@@ -266,12 +275,7 @@ def test_a_table_is_less_than_a_screen():
 @pytest.mark.parametrize(
     ("example", "arguments", "said"),
     [
-        ("megatron_block", "--ranks 0", "--ranks is a whole number from 1; found 0"),
-        ("megatron_block", "--ranks 3", "--heads 8 doesn't divide over --ranks 3"),
-        ("ulysses", "--heads 6", "--heads 6 isn't a multiple of --cp 2 times --tp 2: a rank has whole heads"),
-        ("ring_attention", "--ranks 4 --sequence 36", "--sequence 36 isn't a multiple of twice --ranks 4"),
-        ("moe", "--factor nan", "--factor is a number above 0; found nan"),
-        ("moe", "--dp-shard 64", "128 ranks are more than one machine should start"),
+        ("rl_sync", "--rounds 0", "--rounds is a whole number from 1; found 0"),
         ("moe_llama", "--mesh dp_shard=2 --ep 4", "2 doesn't divide by 4"),
         ("moe_llama", "--mesh pp=4 --ep 1", "as many microbatches"),
         ("llama", "--mesh ep=2", "--mesh has the axes pp, dp, cp, tp; found 'ep' in 'ep=2'"),
@@ -311,12 +315,12 @@ SHORT = "--sequence 16 --steps 2"
             for command, said in [
                 (f"llama.py --mesh dp=2 {SHORT}", "relative difference"),
                 (f"moe_llama.py --mesh dp_shard=3 --ep 1 --etp 3 --batch 4 {SHORT}", "relative difference"),
-                ("llama_by_hand.py --mesh 'dp=1 cp=1 tp=2' --steps 3 --width 16 --sequence 16 --batch 2", "ratio"),
                 ("hf_llama.py --mesh 'dp=1 tp=2' --tokens 6 --rounds 1", "the same as one device's: True"),
-                ("megatron_block.py --steps 6 --width 32 --heads 2 --sequence 8", "times by hand"),
-                ("ulysses.py --cp 2 --tp 1 --sequence 8 --heads 2", "2 ranks, plain shards: 4 collectives"),
-                ("ring_attention.py --ranks 2 --sequence 16", "2 ranks, float32: 5 collectives"),
-                ("moe.py --dp-shard 2 --tp 1 --ep 2 --experts 4 --sequence 4", "dropless: 0 choices of 64 dropped"),
+                ("two_layers.py", "4 ranks, forward: 1 all_reduce; backward: 3 all_reduce"),
+                ("megatron_block.py", "4 ranks, forward: 2 all_gather, 2 all_to_all"),
+                ("ulysses.py", "4 ranks, forward: 2 all_to_all; backward: 2 all_to_all"),
+                ("ring_attention.py", "4 ranks, forward: 7 all_to_all"),
+                ("moe.py", "dropless\n8 ranks, forward: 2 all_gather, 3 all_to_all"),
                 (f"train.py {SHORT} --width 32 --ranks 4 --checkpoint TMP", "relative difference"),
                 ("rl_sync.py --rounds 1 --steps 2", "round 1"),
                 ("convert.py", "bytes read of"),
@@ -347,8 +351,8 @@ def test_the_examples_run_as_scripts(command, said, tmp_path):
 
 
 def lines_of(name: str, names: str) -> int:
-    """Lines of code of what has these names in an example: neither empty ones nor comments nor docstrings."""
-    text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    """Lines of code of the definitions with these names: neither empty lines nor comments nor docstrings."""
+    text = (ROOT / name).read_text(encoding="utf-8")
     count, found = 0, set()
     for node in ast.parse(text).body:
         name = node.targets[0].id if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else ""
@@ -365,10 +369,10 @@ def lines_of(name: str, names: str) -> int:
 def test_the_page_shows_both_programs_as_they_are_and_counts_their_lines():
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    for text, name in zip(shown, ("llama.py", "llama_by_hand.py"), strict=True):
-        assert text in (ROOT / "examples" / name).read_text(encoding="utf-8"), name
-    ours = lines_of("llama.py", "Attention MLP Block SPECS")
-    by_hand = lines_of("llama_by_hand.py", "Attention MLP Block Norm cut")
-    by_hand += lines_of("megatron_by_hand.py", "gathered scattered summed Gather Scatter SumOfGradients")
+    for text, name in zip(shown, ("examples/llama.py", "tests/bench/llama_by_hand.py"), strict=True):
+        assert text in (ROOT / name).read_text(encoding="utf-8"), name
+    ours = lines_of("examples/llama.py", "Attention MLP Block SPECS")
+    by_hand = lines_of("tests/bench/llama_by_hand.py", "Attention MLP Block Norm cut")
+    by_hand += lines_of("tests/bench/megatron_by_hand.py", "gathered scattered summed Gather Scatter SumOfGradients")
     assert f"| axes | {ours} |" in page
     assert f"| by hand | {by_hand} |" in page

@@ -32,11 +32,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import axes
+from tests.bench import llama_by_hand as hand
 from tests.bench.measure import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-import llama_by_hand as hand
 from llama import Llama, Size, rotated
 
 Step = Callable[[], float]

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import axes
+from tests.bench.llama_by_hand import WARM_UP, Options, by_hand, in_both_ways
 from tests.bench.llama_peers import by_parallelize_module, by_spmd_types
-from tests.bench.measure import ROOT, Times, benchmark, is_installed
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-from llama_by_hand import WARM_UP, Options, by_hand, in_both_ways
-from support import median_ratio
+from tests.bench.measure import Times, benchmark, is_installed, median_ratio
 
 TINY, ORDINARY = {"width": 64, "sequence": 64, "steps": 60}, {"width": 256, "sequence": 256, "steps": 30}
 NO_CP = "dp=4 cp=1 tp=2"

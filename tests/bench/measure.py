@@ -19,9 +19,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,3 +110,24 @@ def duration(seconds: float) -> str:
     units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
     unit, scale = next((pair for pair in units if seconds >= pair[1]), units[-1])
     return f"{seconds / scale:.3g} {unit}"
+
+
+def in_turns(
+    steps: Mapping[str, Callable[[], float]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[dict, dict]:
+    """What each of some steps returns and the seconds it takes by the clock, in every round; they take turns."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        for name in list(steps)[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            started = clock()
+            found[name].append(steps[name]())
+            seconds[name].append(clock() - started)
+    return found, seconds
+
+
+def median_ratio(seconds: Sequence[float], peer: Sequence[float], warm_up: int) -> float:
+    """The median ratio of steps that followed each other: what else the machine does meets both."""
+    ratios = [ours / theirs for ours, theirs in zip(seconds, peer, strict=True)]
+    return statistics.median(ratios[warm_up:] or ratios)

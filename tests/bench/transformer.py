@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections.abc import Callable
 
 import torch
 
 import axes
-from tests.bench.measure import ROOT, Times, benchmark
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-from megatron_block import WARM_UP, Size, Training, versions
-from support import in_turns, median_ratio
+from tests.bench.measure import Times, benchmark, in_turns, median_ratio
+from tests.bench.megatron import WARM_UP, Size, Training, versions
 
 LAYERS, RANKS = 4, 2
 SIZES = {"tiny": Size(width=32, heads=2, sequence=8, batch=1), "width 256": Size()}

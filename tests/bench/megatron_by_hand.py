@@ -1,4 +1,4 @@
-"""The peer of megatron_block.py: what people write instead, autograd functions around `torch.distributed`.
+"""The peer of examples/megatron_block.py: the same block by autograd functions around `torch.distributed`.
 
 As in Megatron-LM, whose names for two of them stand beside them.
 """

@@ -1,15 +1,12 @@
-"""The peer of llama.py: the same model as one writes it without axes, after Megatron-LM.
+"""The peer of examples/llama.py: the same model written without axes, after Megatron-LM.
 
-    python examples/llama_by_hand.py --mesh "dp=2 cp=2 tp=2"     # steps of both in turns, on eight local processes
-
-Activations have the sequence first, so that a collective joins whole rows. Autograd functions around
-`torch.distributed` stand where an expression of llama.py has an `@`, and each rank cuts its parameters itself.
+Activations have the sequence first, so that a collective joins whole rows. Where an expression of llama.py has an
+`@`, this file calls an autograd function around `torch.distributed`, and each rank cuts its parameters itself.
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from llama import LOSS, SPECS, Llama, Loss, Size, rotated, weight
-from megatron_by_hand import Gather, Scatter, SumOfGradients
-from pipelined import summed as with_sums
-from support import flag, in_turns, median_ratio, read_options
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import axes
+from tests.bench.measure import ROOT, in_turns
+from tests.bench.megatron_by_hand import Gather, Scatter, SumOfGradients
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from llama import LOSS, SPECS, Llama, Loss, Size, rotated, weight
+from pipelined import summed as with_sums
 
 WARM_UP = 5
 
@@ -224,26 +224,11 @@ def in_both_ways(options: Options, peer: Callable[..., Callable[[], float]] = by
 
 @dataclass(frozen=True)
 class Options:
-    """Compare steps of llama.py with the same by hand."""
+    """Sizes of the model and of its steps."""
 
-    mesh: str = flag("dp=2 cp=2 tp=2", "the axes dp, cp and tp with their sizes")
-    steps: int = flag(40, "steps of each")
-    width: int = flag(128, "of the model", least=16)
-    batch: int = flag(8, "samples per step, over all ranks")
-    sequence: int = flag(128, "tokens per sample")
-    lr: float = flag(1e-3, "learning rate")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = read_options("llama_by_hand.py", Options, lambda options: None, arguments)
-    losses, seconds = axes.launch(in_both_ways, axes.Mesh(options.mesh).size, options)[0]
-    apart = max(abs(one - other) / other for one, other in zip(losses["axes"], losses["peer"], strict=True))
-    ratio = median_ratio(seconds["axes"], seconds["peer"], WARM_UP)
-    for name, times in seconds.items():
-        print(f"{name.replace('peer', 'by hand')}: {statistics.median(times[WARM_UP:] or times) * 1e3:.1f} ms a step")
-    print(f"ratio {ratio:.3f}; largest relative difference of the losses {apart:.1e}")
-    return 0 if apart <= 1e-4 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    mesh: str = "dp=2 cp=2 tp=2"
+    steps: int = 40
+    width: int = 128
+    batch: int = 8
+    sequence: int = 128
+    lr: float = 1e-3
