@@ -173,9 +173,8 @@ class Reducing(TorchDispatchMode):
 
 
 def host_of_the_store() -> int:
-    """The process that does: torchrun, which is the parent of this one, or the parent of a launch's fork server."""
-    parent = os.getppid()
-    return parent if "TORCHELASTIC_RUN_ID" in os.environ else int(stat_of(parent)[1])
+    """The process that does: torchrun, or the agent of a launch, which is the parent of this one."""
+    return os.getppid()
 
 
 def stopped(pid: int) -> bool:

@@ -89,8 +89,10 @@ class Row:
         """What the launcher says where it ends ranks: rank and cause."""
         if self.launcher == "launch":
             how = {"SIGSTOP": "hadn't finished", "exit": "of 3 exited with code 0", "exception": "of 3 failed first"}
-            if self.fault in OF_THE_STORE or (self.fault == "SIGSTOP" and self.may_finish):
-                return ""  # it is the launching process that hosts the store
+            if self.fault == "store stopped" or (self.fault == "SIGSTOP" and self.may_finish):
+                return ""  # nobody is ended
+            if self.fault == "store killed":
+                return "was lost: the process that started them died"
             of_a_rank = rf"rank {self.victim} {how.get(self.fault, f'of 3 was killed by {self.fault}')}"
             # Of a save torch tells all ranks itself which one raised what.
             return rf"{of_a_rank}|CheckpointException ranks:dict_keys\(\[{self.victim}\]\)"
@@ -255,6 +257,9 @@ class Watch:
         if str(self.row).endswith("SIGSTOP after save"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.who[self.row.victim]["pid"], signal.SIGCONT)
+        if (self.row.launcher, self.row.fault) == ("launch", "store stopped"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.who[self.row.victim]["group"], signal.SIGCONT)  # the agent of the launch
         if str(self.row).endswith("cut link after save"):
             (self.folder / "ended").touch()  # tests/hosts.sh ends both torchruns
 
@@ -314,9 +319,6 @@ def by_launch(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
     import axes
 
     call = row.size, str(folder), row.fault, row.phase, row.moment
-    if row.fault in OF_THE_STORE:
-        code = f"import axes, tests.fault_program; axes.launch(tests.fault_program.program, *{call})"
-        return by_a_process(row, folder, watch, "-c", code)
     try:
         axes.launch(program, *call, timeout=START + 2 * RANK_LIMIT)
     except Exception as error:

@@ -331,7 +331,7 @@ IMPORTED_LATE = {
         "axes.pictures.lock",
     ],  # import torch, which no other verb waits for
     "axes/nn/weight_files.py": ["safetensors"],  # an extra: who reads such files has installed it
-    "axes/launching/launch.py": ["torch", "axes.extension"],  # imported while the fork server imports it, too
+    "axes/launching/launch.py": ["torch.cuda"],  # a launch on CPUs needs no torch in the launching process
     "axes/runtime/checkpoint.py": ["torch.distributed.checkpoint"],  # takes a second, and who saves has imported it
     "axes/runtime/torch_private.py": [
         "torch._dynamo",  # takes a second, and a mesh needs none of it

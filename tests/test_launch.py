@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import axes
 from axes import AxesError, launch
-from tests.common import lives, waited, written
+from tests.common import lives, stat_of, waited, written
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,7 +42,7 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
     monkeypatch.setitem(sys.modules, "cloudpickle", None)  # with which more functions travel
     before = len(os.listdir("/proc/self/fd"))
     yield
-    assert set(children(server())) <= others
+    assert waited(lambda: set(children(server())) <= others)
     assert len(os.listdir("/proc/self/fd")) <= before  # fewer where the test let the pool go
     # Importing torch's compiler makes the folder of its cache, with or without us.
     assert [f for f in temporary.iterdir() if not f.name.startswith("torchinductor")] == []
@@ -55,10 +55,14 @@ def children(pid: int) -> list[int]:
 SERVERS: list[int] = []
 
 
+def parent_of_the_agent() -> int:
+    return int(stat_of(os.getppid())[1])
+
+
 def server() -> int:
-    """The process from which ranks are forked: the last known one, while it lives."""
+    """The process from which agents are forked: the last known one, while it lives."""
     if not SERVERS or not lives(SERVERS[-1]):
-        SERVERS.append(launch(os.getppid, 1)[0])
+        SERVERS.append(launch(parent_of_the_agent, 1)[0])
     return SERVERS[-1]
 
 
@@ -366,7 +370,7 @@ def end(how: str) -> object:
 
 ENDS = {
     "SIGKILL": (AxesError, "end: rank 1 of 3 was killed by SIGKILL"),
-    "SIGSEGV": (AxesError, "rank 1 of 3 was killed by SIGSEGV"),
+    "SIGSEGV": (AxesError, "rank 1 of 3 was killed by SIGSEGV, most recent call first:"),
     "leave 3": (AxesError, "rank 1 of 3 exited with code 3"),
     "leave 0": (AxesError, "rank 1 of 3 exited with code 0"),
     "exit": (RuntimeError, "SystemExit: 0"),
@@ -449,8 +453,9 @@ def test_when_the_launching_process_is_killed_nothing_is_left_of_ranks_that_hang
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=environ)
     try:
         assert waited(lambda: len(written_down(pids)) == 2)
-        descendants = written_down(pids) + children(parent.pid)  # the fork server
-        assert len(descendants) == 3
+        (fork_server,) = children(parent.pid)
+        descendants = [*written_down(pids), fork_server, *children(fork_server)]
+        assert len(descendants) == 4
     finally:
         parent.kill()
         parent.wait()
@@ -460,22 +465,32 @@ def test_when_the_launching_process_is_killed_nothing_is_left_of_ranks_that_hang
     assert [f for f in temporary.iterdir() if not f.name.startswith("torchinductor")] == []
 
 
-def test_when_the_fork_server_is_killed_the_launch_says_so_no_rank_is_left_and_the_next_one_works(tmp_path: Path):
-    before = server()
+def sleep_under_an_agent(folder: Path) -> None:
+    (folder / "agent").write_text(str(os.getppid()))
+    sleep_on(-1, folder)
 
+
+def test_when_the_agent_is_killed_the_launch_says_so_and_no_rank_is_left(tmp_path: Path):
     def kill() -> None:
         waited(lambda: len(written_down(tmp_path)) == 2)
-        os.kill(before, signal.SIGKILL)
+        os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
 
     with meanwhile(kill):
-        assert "of 2 was lost with the fork server" in failure(AxesError, sleep_on, 2, -1, tmp_path)
-    assert waited(lambda: not any(lives(pid) for pid in written_down(tmp_path)))
+        told = failure(AxesError, sleep_under_an_agent, 2, tmp_path)
+    assert "sleep_under_an_agent on 2 ranks was lost: the process that started them died" in told
+    assert [lives(pid) for pid in written_down(tmp_path)] == [False] * 2
+
+
+def kill_the_server(pid: int) -> int:
+    if dist.get_rank() == 0:
+        os.kill(pid, signal.SIGKILL)
+    return total()
+
+
+def test_when_the_fork_server_is_killed_the_launch_goes_on_and_the_next_one_starts_another():
+    before = server()
+    assert launch(kill_the_server, 2, before) == [1, 1]
     assert server() != before
-
-
-def test_a_fork_server_that_is_stopped_goes_on():
-    os.kill(server(), signal.SIGSTOP)
-    assert launch(total, 2) == [1, 1]
 
 
 # ---------------------------------------------------------------------------- what can be sent
@@ -524,7 +539,11 @@ SCRIPTS = {
     "a module": (SCRIPT, ("-m", "script"), f"[{POINTS}]\n"),
     "without a guard": (WITHOUT_GUARD, ("script.py",), 'put it under `if __name__ == "__main__":`'),
     "behind the guard": (BEHIND, ("script.py",), "can't be sent"),
-    "of a session": (HIDDEN + SCRIPT, ("-c",), "point is defined in an interactive session"),
+    "of a session": (
+        HIDDEN + SCRIPT,
+        ("-c",),
+        "point can't be sent to other processes: it is defined in an interactive session",
+    ),
 }
 """A program, how it is run, and what it prints or its error says."""
 

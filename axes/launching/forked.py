@@ -1,13 +1,17 @@
-"""The fork server and the ranks that it forks: what runs in them.
+"""The fork server, the agent of a launch, and its ranks: what runs in them.
 
-Importing torch, DTensor, FSDP and dynamo takes seconds, and every rank would pay for it. The fork server pays once, and
-then forks ranks, which are processes of `multiprocessing`, in milliseconds. A rank joins the world that it is told of,
-runs one call, and stays until all ranks are done. It and all that it starts are one process group, which ends with the
-rank, the launching process and the server.
+Importing torch, DTensor, FSDP and dynamo takes seconds, and every rank would pay for it. The fork server pays once. For
+each launch it forks an agent, in milliseconds, and the agent forks the ranks; all are processes of `multiprocessing`.
+
+The agent is to the ranks what torchrun's is. It hosts the store by which they find each other, on a port that the
+system picks and that is listened on before anyone hears of it. It hears how the call ends on each rank. When one fails,
+the others have a short grace: the first to fail is often not the most telling, and one that waits for it would wait for
+ever. It and the ranks, with all that they start, are one process group, which ends with the launch, and with the
+launching process or the agent.
 
 It isn't `multiprocessing`'s own fork server, of which a program has one: its preload list and environment are the
-program's, a start waits for ever where it is stopped, and its socket is a file, which stays behind when the program is
-killed.
+program's, it runs the script again in all of its processes, and its socket is a file, which stays behind when the
+program is killed.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -28,160 +31,211 @@ import threading
 import time
 import traceback
 from multiprocessing import connection, spawn
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError
-from axes.launching.calls import End, dumps, sendable
+from axes.launching.launch import End, as_bytes
 
 PRELOADED = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor")
 """What the server imports, beside all of axes. None of these starts a thread, initializes an accelerator (a fork would
 break either) or starts a process (`torch._inductor.async_compile` would)."""
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""The default process group's backend by device type."""
+GRACE = 2.0
+"""Seconds that the other ranks have to end by themselves when one has failed, or when told to end."""
 
-_TICK = 0.5  # an end is seen at once, unless another process holds on to the sentinel or the socket
-_KILL = bytes([signal.SIGKILL])
+_TICK = 0.5  # an end is seen at once, unless another process holds on to the pipe
+_FORK = multiprocessing.get_context("fork")
 
 
 def serve(control_fd: int, owner: int) -> None:
-    """Import torch and axes, and fork ranks on request until the process `owner` is gone.
-
-    A request has a channel, which the rank gets, and a handle: a signal that comes by it is sent to the rank, its end
-    kills the rank, and the exit code goes back.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in PRELOADED:
+    """Import torch and axes, and fork an agent on each request until the process `owner` is gone."""
+    for name in (
+        *PRELOADED,
+        *importlib.import_module("axes")._HOME,
+    ):  # those of axes are imported when a name is first asked for
         importlib.import_module(name)
-    library = importlib.import_module("axes")
-    for name in library.__all__:  # whose modules are imported when a name is first asked for
-        getattr(library, name)
     gc.freeze()  # no collector of a rank will write to what it shares with the others
-
     control = socket.socket(fileno=control_fd)
-    ranks: dict[socket.socket, BaseProcess] = {}
-    while True:
-        ready = connection.wait([control, *ranks, *(process.sentinel for process in ranks.values())], _TICK)
-        request, fds, *_ = socket.recv_fds(control, 1, 5) if control in ready else (b"-", [])
-        over = not request or os.getppid() != owner  # a fork of the owner may hold on to `control`
-        for handle, process in list(ranks.items()):
-            told = handle.recv(1) or _KILL if handle in ready else b""
-            if over or told == _KILL or process.exitcode is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left of it
-                    os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type] # it was started
-            elif told:
-                os.kill(process.pid, told[0])  # type: ignore[arg-type]
-            if process.exitcode is not None:
-                with contextlib.suppress(OSError), handle:  # nobody may listen any more
-                    handle.send(str(process.exitcode).encode())
-                del ranks[handle]
-        if over:
-            # Bindings that count what is left at the end of Python (triton's, with which torch 2.15 comes) would print
-            # a page of what stays out of collection: this isn't such an end.
-            os._exit(0)
-        if fds:
-            handle = socket.socket(fileno=fds.pop(1))
-            inherited = [each.fileno() for each in (control, handle, *ranks)]
-            process = multiprocessing.get_context("fork").Process(target=_become_rank, args=(inherited, *fds))
-            process.start()
-            os.setpgid(process.pid, 0)  # type: ignore[arg-type]
-            ranks[handle] = process
+    control.settimeout(_TICK)
+    while os.getppid() == owner:  # a fork of the owner may hold on to the other end
+        multiprocessing.active_children()  # waits for agents that have ended
+        with contextlib.suppress(TimeoutError):
+            _, fds, *_ = socket.recv_fds(control, 1, 3)
+            if not fds:
+                break
+            _FORK.Process(target=_run_agent, args=fds).start()
             for fd in fds:
                 os.close(fd)
+    # Bindings that count what is left at the end of Python (triton's, with which torch 2.15 comes) would print a page
+    # of what stays out of collection: this isn't such an end.
+    os._exit(0)
+
+
+# ---------------------------------------------------------------------------- the agent
+
+
+class _Rank(NamedTuple):
+    """A rank as its agent sees it. `stack`: a file without a name, where it writes its stack at a crash or SIGUSR1."""
+
+    process: multiprocessing.context.ForkProcess
+    channel: connection.Connection
+    stack: IO[bytes]
+
+
+def _run_agent(channel: int, *outputs: int) -> None:
+    """Run the launch that comes by the channel, and tell how it ended on each rank. Nothing is left of it then."""
+    os.setpgid(0, 0)
+    for number, fd in enumerate(outputs, start=1):
+        os.dup2(fd, number)
+    try:
+        with contextlib.suppress(EOFError, ConnectionError), connection.Connection(channel) as launching:  # it is gone
+            launching.send(_ends(launching, *launching.recv()))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def _ends(
+    launching: connection.Connection,
+    size: int,
+    device_type: str,
+    deadline: float,
+    environ: dict[str, str],
+    *call: Any,
+) -> list[End]:
+    """How the call ends on all ranks: until `deadline`, and for a grace after a failure. Who is late then is killed."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    os.environ.clear()
+    os.environ.update(environ, MASTER_PORT=str(listener.getsockname()[1]))
+    tempfile.tempdir = None  # asked for again, of this environment
+    ranks = [_forked(rank, device_type, *call) for rank in range(size)]
+    address, fd = listener.getsockname(), listener.detach()  # its threads begin when all ranks are forked
+    store = dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=fd)  # noqa: F841 # kept
+    ends: dict[_Rank, End] = {}
+    while (late := [rank for rank in ranks if rank not in ends]) and time.monotonic() < deadline:
+        ready = connection.wait([launching, *(rank.channel for rank in late)], _TICK)
+        if launching in ready:  # it is interrupted, or gone
+            break
+        for rank in late:
+            if rank.channel in ready or rank.process.exitcode is not None:
+                ends[rank] = _answer(rank)
+                if ends[rank].how != "finished":
+                    deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in late:
+        os.kill(rank.process.pid, signal.SIGUSR1)  # type: ignore[arg-type] # it was started
+    for rank in ends:
+        with contextlib.suppress(OSError):  # it is dead
+            rank.channel.send("all are done")
+    until = time.monotonic() + GRACE
+    for rank in ranks:
+        rank.process.join(max(0, until - time.monotonic()))
+        rank.process.kill()
+        rank.process.join()
+    return [ends.get(rank) or End("hadn't finished" + _stack(rank)) for rank in ranks]
+
+
+def _forked(rank: int, *call: Any) -> _Rank:
+    (channel, theirs), stack = multiprocessing.Pipe(), tempfile.TemporaryFile()  # noqa: SIM115
+    process = _FORK.Process(target=_run_rank, args=(rank, theirs, stack, *call))
+    with theirs:
+        process.start()
+    return _Rank(process, channel, stack)
+
+
+def _answer(rank: _Rank) -> End:
+    with contextlib.suppress(EOFError, OSError):
+        if rank.channel.poll():
+            return End(*rank.channel.recv())
+    rank.process.join(GRACE)
+    code = rank.process.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    how += " (out of memory?)" * (code == -signal.SIGKILL)
+    # A death comes before all errors: it is seen later than those that it causes.
+    return End(how + _stack(rank), failed_at=time.monotonic() - 1e9)
+
+
+def _stack(rank: _Rank) -> str:
+    """Where a rank was in the user's code, where it has said it: one that is stopped, or hasn't begun, says nothing."""
+    said = os.pread(rank.stack.fileno(), 1 << 20, 0).decode(errors="replace").partition(f'  File "{__file__}"')[0]
+    frames = [line for line in said.splitlines() if line.startswith("  File")]
+    return "\n".join([", most recent call first:" * (said != ""), *frames[:12]])
 
 
 # ---------------------------------------------------------------------------- a rank
 
 
-def _become_rank(inherited: list[int], channel: int, stack: int, *outputs: int) -> None:
-    """Run the call that comes by the channel, and wait for its end."""
-    os.setpgid(0, 0)
-    for fd in inherited:
-        os.close(fd)
-    for number, fd in enumerate(outputs, start=1):
-        os.dup2(fd, number)
-        os.close(fd)
-    for fd in (channel, stack):
-        os.set_inheritable(fd, False)  # received descriptors survive exec unless told otherwise
-    threading.Thread(target=_end_with_the_server, daemon=True).start()
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def _run_rank(
+    rank: int,
+    channel: connection.Connection,
+    stack: IO[bytes],
+    device_type: str,
+    surroundings: dict[str, Any],
+    call: list[bytes],
+) -> None:
+    """Run the call, say how it ended, and wait until it has on all ranks."""
+    threading.Thread(target=_end_with_the_agent, daemon=True).start()
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False, chain=True)  # and end, as the signal says
     gc.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with contextlib.suppress(EOFError, OSError), Connection(channel) as launching:  # it is gone
-        told, call = launching.recv(), launching.recv_bytes()
-        launching.send(_end_of(call, *told))
-        launching.recv()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    try:
+        _join(rank, device_type)
+        spawn.prepare(surroundings)
+        multiprocessing.current_process().name = f"rank {rank}"
+        function, *arguments = map(pickle.loads, call)
+        value = function(*arguments)
+        returned = f"what rank {rank} returned, a {type(value).__qualname__},"
+        end = End("finished", as_bytes(value, returned, "Return plain data or plain tensors"))
+    except BaseException as error:  # SystemExit too: a rank that leaves early has failed
+        frames, sent = error.__traceback__.tb_next, b""  # type: ignore[union-attr]
+        with contextlib.suppress(Exception):  # whatever: it's the user's; the traceback has all of it
+            sent = (
+                as_bytes(error, "") if isinstance(error, Exception) else b""
+            )  # others would end the launching process
+        end = End(
+            f"failed: {traceback.format_exception_only(error)[-1].strip()}",
+            sent,
+            "".join(traceback.format_exception(type(error), error, frames)).rstrip(),
+            time.monotonic(),
+        )
+    channel.send(end)
+    channel.recv()
 
 
-def _end_with_the_server() -> None:
+def _end_with_the_agent() -> None:
     connection.wait([multiprocessing.parent_process().sentinel])  # type: ignore[union-attr]
     os.killpg(0, signal.SIGKILL)
 
 
-def _end_of(call: bytes, device_type: str, environ: dict[str, str], surroundings: dict[str, Any]) -> End:
-    """How the call ends on this rank."""
-    try:
-        os.environ.clear()
-        os.environ.update(environ)
-        tempfile.tempdir = None  # asked for again, of this environment
-        _join(device_type)
-        spawn.prepare(surroundings)
-        multiprocessing.current_process().name = f"rank {environ['RANK']}"
-        function, arguments = _found(call)
-        value = function(*arguments)
-        part = f"what rank {environ['RANK']} returned, a {type(value).__qualname__},"
-        return End("finished", sendable(part, value, "Return plain data or plain tensors"))
-    except BaseException as error:  # SystemExit too: a rank that leaves early has failed
-        frames, sent = error.__traceback__.tb_next, b""  # type: ignore[union-attr]
-        with contextlib.suppress(Exception):  # whatever: it's the user's; the traceback has all of it
-            sent = dumps(error)
-        text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        return End(f"failed: {summary}", sent, text, time.monotonic())
-    finally:
-        with contextlib.suppress(Exception):  # closed, or a dead pipe
-            sys.stdout.flush()
-
-
-def _found(call: bytes) -> Any:
-    """The function and its arguments."""
-    try:
-        return pickle.loads(call)
-    except AttributeError as error:
-        raise AxesError(
-            f'{error}: another process runs the script without the part under `if __name__ == "__main__":`; define '
-            f"above that part, at the top level, all that ranks need"
-        ) from error
-
-
-def _join(device_type: str) -> None:
+def _join(rank: int, device_type: str) -> None:
     """Make this process the rank: threads, device, default process group."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if os.environ["OMP_NUM_THREADS"].isdecimal():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     if "numpy" in sys.modules:  # all forks of one process have its random numbers
         sys.modules["numpy"].random.seed()
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    initialize, worlds, launched = dist.init_process_group, itertools.count(), []
+    worlds: list[Any] = []
+    initialize = dist.init_process_group
 
     def init_process_group(backend: Any = None, init_method: str | None = None, *args: Any, **options: Any) -> None:
-        """A function that was written for torchrun starts a world itself: in place of this one, in its own part of the
-        store, which keeps the addresses of earlier worlds. A second call is the function's error, as ever."""
-        if dist.group.WORLD in launched:
+        """A function that was written for torchrun starts a world itself: in place of this one. Each world has its own
+        part of the store, which keeps the addresses of earlier ones."""
+        if dist.group.WORLD in worlds[:1]:
             dist.destroy_process_group()
-        if init_method in (None, "env://") and not args and options.get("store") is None:
-            options |= {"store": dist.PrefixStore(f"world {next(worlds)}", store), "rank": rank, "world_size": size}
-            init_method = None
+        if init_method is None and not args:
+            options = {
+                "store": dist.PrefixStore(f"world {len(worlds)}", store),
+                "rank": rank,
+                "world_size": int(os.environ["WORLD_SIZE"]),
+                **options,
+            }
         initialize(backend, init_method, *args, **options)
+        worlds.append(dist.group.WORLD)
 
     dist.init_process_group = init_process_group
-    init_process_group(BACKENDS[device_type])
-    launched.append(dist.group.WORLD)
+    init_process_group({"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device_type])
