@@ -88,7 +88,7 @@ COMMANDS = [
     "trace 0.json 1.json --json",
     "check net_to_lock.py",
     "check net_to_lock.py --json",
-    "check mistaken.py net_to_lock.py",
+    "check net_to_lock.py programs",
     # what can't be
     'mesh "dp=* tp=8"',
     'mesh "dp=3 tp=8" --world 64',
@@ -159,7 +159,12 @@ def write_files(folder: Path) -> None:
         (folder / f"{rank}.json").write_text(log(rank, events))
     sys.modules.pop("net_to_lock", None)
     (folder / "net_to_lock.py").write_text(NET)
-    (folder / "mistaken.py").write_text('import axes\n\nMESH = axes.Mesh("dp=2 tp=2")\nMESH.sharding("b@dp d@tpp")\n')
+    (folder / "programs" / "inside").mkdir(parents=True)
+    (folder / "programs" / "open.py").write_text("import axes\n\nx = (\n")
+    (folder / "programs" / "latin.py").write_bytes(b"import axes\nx = '\xff'\n")
+    (folder / "programs" / "inside" / "mistaken.py").write_text(
+        'import axes\n\nMESH = axes.Mesh("dp=2 tp=2")\nMESH.sharding("b@dp d@tpp")\n'
+    )
     kept = called('explain net_to_lock.py:build --mesh "dp=4 tp=2"').stdout
     (folder / "kept.lock").write_text(kept.replace("dp=4 tp=2", "dp=2 tp=4"))
 

@@ -144,11 +144,9 @@ def test_the_plan_of_llama_shards_it():
 REFUSED = [
     ("from_partition_spec(('dp',), 'b@dp d')", "dims are a name for each dim and nothing else"),
     ("from_partition_spec(('dp', 'tp', None), 'b d')", "at most 2 for 'b d'; found ('dp', 'tp', None)"),
-    ("from_partition_spec('dp', 'b d')", "a partition spec has an entry for each dim"),
     ("from_partition_spec(('dp', 3), 'b d')", "found 3 for 'd'"),
     ("to_partition_spec('b (h@tp k)')", "where it divides, '(h k)@tp' splits the same elements"),
     ("to_partition_spec('... d@tp')", "write a name for each dim"),
-    ("to_partition_spec('b@* d')", "write its axes"),
     ("to_partition_spec('b d | sum@tp')", "in JAX write P(..., unreduced={'tp'})"),
     ("from_logical_rules(3)", "rules are a mapping from logical names to axes, or pairs"),
     ("to_logical_rules({'b': 'dp'})", "to_logical_rules takes axes.Rules; found dict"),
@@ -159,7 +157,6 @@ REFUSED = [
     ("to_tp_plan({'*.up.weight': 'f@tp d'})", "names modules in full, with a '*' for each number"),
     ("to_tp_plan({'up.weight': 'f@dp d'})", "no style of transformers splits 'up.weight' as 'f@dp d'"),
     ("to_tp_plan({'up.weight': 'f@tp d', 'up.bias': 'f'})", "'colwise' splits the bias as well"),
-    ("to_tp_plan({'up.weight': 'f@tp d | sum@dp'})", "no style of transformers splits"),
 ]  # fmt: skip
 
 
