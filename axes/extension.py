@@ -44,10 +44,8 @@ from axes.runtime.factories import Draw, draw_into, kept_at, normal_at, uniform_
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.linear import count_writes as written
 from axes.runtime.linear import linear
-from axes.runtime.operation import Listener, Operation, collective, waited
-from axes.runtime.sharded import dtensor_of, sharding_of, to_local
-from axes.runtime.shards import check_share, read_shard, told_shapes
-from axes.runtime.transforms import as_plain, check_dense, check_transforms
+from axes.runtime.operation import Listener, Operation, as_plain, check_dense, check_transforms, collective, waited
+from axes.runtime.sharded import check_share, dtensor_of, read_shard, sharding_of, to_local, told_shapes
 
 T = TypeVar("T", bound=torch.Tensor)
 

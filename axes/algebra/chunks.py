@@ -151,7 +151,10 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def count(runs: Runs) -> int:
     """How many indices the runs hold."""
-    return sum([stop - start for start, stop in runs])
+    found = 0
+    for start, stop in runs:
+        found += stop - start
+    return found
 
 
 def tile_shape(held: Tile) -> tuple[int, ...]:

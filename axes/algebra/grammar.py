@@ -145,7 +145,7 @@ class Spec:
     dims: tuple[Dim, ...]
     pending: tuple[Pending, ...] | None = None
 
-    @property
+    @functools.cached_property
     def places(self) -> list[tuple[Dim | Pending, Place]]:
         """What stands right of an `@`, behind the dim or pending reduction in which it stands."""
         found = [(dim, place) for dim in self.dims for place in dim_places(dim)]

@@ -14,6 +14,7 @@ What DTensor can't say, or would cut otherwise, is a `ShardingError`, never anot
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class PlacementSpec:
     op: str | None = None
 
 
+@functools.lru_cache(maxsize=4096)
 def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     """What DTensor needs to be told per axis of the mesh; `ShardingError` where it can't be.
 
@@ -146,7 +148,7 @@ def check_axes_are_whole(sharding: Sharding) -> None:
 def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
     """`ShardingError` where DTensor would cut a tensor of this shape otherwise than the sharding says."""
     specs = placement_specs(sharding)
-    for index, (dim, extents) in enumerate(zip(sharding.dims, sharding.extents(shape), strict=True)):
+    for index, (dim, extents) in enumerate(zip(sharding.dims, sharding._extents(tuple(shape)), strict=True)):
         count = dim.pieces
         if len(dim) > 1 or extents[0] % count == 0:
             continue

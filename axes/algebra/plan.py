@@ -156,15 +156,20 @@ class Step:
     @property
     def factors(self) -> tuple[Shape, ...]:
         """For each dim the sizes of the factors that both sides have, or its own size alone."""
-        return opened(self.source, self.target, self.shape)[0]
+        return self._opened[0]
 
     @property
     def opened(self) -> Step:
         """The same step on the tensor with one dim for each of `factors`."""
+        return self._opened[1]
+
+    @cached_property
+    def _opened(self) -> tuple[tuple[Shape, ...], Step]:
         factors, source, target = opened(self.source, self.target, self.shape)
         if source is self.source:
-            return self
-        return replace(self, source=source, target=target, shape=tuple([n for sizes in factors for n in sizes]))
+            return factors, self
+        shape = tuple([n for sizes in factors for n in sizes])
+        return factors, replace(self, source=source, target=target, shape=shape)
 
     def exchange(self, rank: int | None = None) -> Exchange:
         """What a rank sends, receives and copies, in boxes of `opened`; this rank by default.
@@ -420,6 +425,7 @@ def _end(end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) ->
     return unmarked(found)[0].at(shape)
 
 
+@lru_cache(maxsize=64)
 def model_of(mesh: Mesh) -> CostModel:
     """The cost model of a mesh: the default one, with the mesh's own number of ranks per node."""
     return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)

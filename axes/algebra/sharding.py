@@ -314,7 +314,7 @@ class Sharding(providers.Pictured):
             >>> Mesh("dp=2 tp=2").sharding("(b@dp s) (qkv=3 heads@tp d)", b=4, d=4).at((8, 24)).spec
             '(b s)@dp (qkv=3 heads=2@tp d=4)'
         """
-        self.extents(shape)  # refuses what doesn't fit
+        self._extents(tuple(shape))  # refuses what doesn't fit
         if self.is_plain:
             return self
         dims = [Slots(sized(*each)) for each in zip(self.dims, shape, strict=True)]

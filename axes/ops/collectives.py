@@ -49,8 +49,8 @@ from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, AxisName, axis_layout, group_along
 from axes.runtime.linear import both_ways
+from axes.runtime.operation import check_plain
 from axes.runtime.redistribute import extreme
-from axes.runtime.transforms import check_plain
 
 Pairs = Sequence[tuple[int, int]]
 """`(source, target)` coordinates."""

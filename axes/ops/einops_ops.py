@@ -39,8 +39,8 @@ from axes.algebra.mesh import Mesh
 from axes.ops.autocast import of_factor
 from axes.ops.request import T, apply, requested
 from axes.runtime import torch_private
+from axes.runtime.operation import check_dense, check_transforms
 from axes.runtime.redistribute import Dtypes
-from axes.runtime.transforms import check_dense, check_transforms
 
 Sizes = Mapping[str, int]
 

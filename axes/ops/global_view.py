@@ -41,18 +41,14 @@ from axes.runtime.border import (
     on_shards,
     spec_around,
 )
+from axes.runtime.graphs import hints
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import used
 from axes.runtime.linear import Kept, linear
-from axes.runtime.redistribute import both
-from axes.runtime.routes import Route, route
-from axes.runtime.symbols import hints, spec_at
+from axes.runtime.operation import PLAIN
+from axes.runtime.redistribute import Route, Spec, both, route, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
-from axes.runtime.transforms import PLAIN
 from axes.runtime.watching import within
-
-Spec = Any
-"""torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 

@@ -35,8 +35,8 @@ from axes.algebra.sharding import EXTREMES, Sharding
 from axes.algebra.sizes import Shape
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, group_along
+from axes.runtime.graphs import fixed, hint, is_symbolic, varying
 from axes.runtime.redistribute import Dtypes, extreme, moving
-from axes.runtime.symbols import fixed, hint, is_symbolic, varying
 from axes.runtime.torch_placements import torch_placements
 
 Run = Callable[..., torch.Tensor]
@@ -96,12 +96,13 @@ class BoundRecipe:
         sizes = zip(self.sized.shape_of(atoms), sharding.dims, mine, strict=True)
         return tuple([size if type(whole) is int else whole // dim.pieces for whole, dim, size in sizes])
 
-    @property
+    @functools.cached_property
     def computed(self) -> Sizes:
         """What this rank has of each atom during the local computation."""
-        result, found = self.recipe.result, dict[str, int]()
-        for atoms, sharding in [(i.atoms, i.computed) for i in (*self.recipe.inputs, result)]:
-            found.update(zip(atoms, self.local(atoms, sharding), strict=True))
+        found = dict[str, int]()
+        for each in (*self.recipe.inputs, self.recipe.result):
+            if not found.keys() >= {*each.atoms}:
+                found.update(zip(each.atoms, self.local(each.atoms, each.computed), strict=True))
         return found
 
 
@@ -138,7 +139,9 @@ def _program(made: BoundRecipe) -> Run:
     found = made.recipe
     if found.mesh.coordinate is None:
         return _nothing
-    last, feeds = _leaving(made, found.result.computed), [_feed(made, i) for i in found.inputs]
+    *moved, leaves = found.moved
+    feeds = [_feed(made, i) if moves else None for i, moves in zip(found.inputs, moved, strict=True)]
+    last = _leaving(made, found.result.computed) if leaves else None
     if made.device_mesh is None and last is not None and _is_extreme_across_ranks(found):
         return _chained(feeds, _extreme(made, feeds[0] is None), None)
     return _chained(feeds, local_computation(made), last)
@@ -185,45 +188,34 @@ def _joined(stages: Iterable[Run | None]) -> Run:
 # --- moves
 
 
-def _move(made: BoundRecipe, source: Sharding, target: Sharding, atoms: tuple[str, ...], last: bool) -> Stage | None:
-    """A redistribution of tensors with one dim per atom, the `last` that is done; None where there is nothing to do."""
-    if unmoved(source, target, made.recipe.shape_of(atoms)):
-        return None
+def _move(made: BoundRecipe, source: Sharding, target: Sharding, atoms: tuple[str, ...], last: bool) -> Stage:
+    """A redistribution of tensors with one dim per atom, the `last` that is done or not."""
     shape, is_local = made.whole.shape_of(atoms), made.device_mesh is None
     return moving(source, target, shape, made.comm_dtype, made.async_op and last, is_local)
 
 
-def _feed(made: BoundRecipe, operand: Shardings) -> Stage | None:
-    """From an operand to what the local computation takes; None where it takes the operand itself.
-
-    Otherwise what it takes has one dim per atom.
-    """
+def _feed(made: BoundRecipe, operand: Shardings) -> Stage:
+    """From an operand that moves to what the local computation takes, which has one dim per atom."""
     moving = _move(made, operand.elementary, operand.computed, operand.atoms, False)
-    if moving is None:
-        return None
     local = dict(zip(operand.atoms, made.local(operand.atoms, operand.elementary), strict=True))
     return _joined([reshaping(operand.groups, singles(operand.atoms), local), moving])
 
 
-def _leaving(made: BoundRecipe, derived: Sharding) -> Stage | None:
-    """From the derived result, with one dim per atom, to the result; None where that only merges dims."""
+def _leaving(made: BoundRecipe, derived: Sharding) -> Stage:
+    """From the derived result, with one dim per atom, to the result."""
     result = made.recipe.result
-    moving = _move(made, derived, result.elementary, result.atoms, True)
-    return None if moving is None else _joined([moving, _merging(made)])
+    return _joined([_move(made, derived, result.elementary, result.atoms, True), _merging(made)])
 
 
 def _merging(made: BoundRecipe) -> Stage | None:
     result = made.recipe.result
+    if result.groups == singles(result.atoms):
+        return None
     local = dict(zip(result.atoms, made.local(result.atoms, result.elementary), strict=True))
     return reshaping(result.groups, result.groups, local)
 
 
 # --- local computation
-
-
-def _unmoved_operands(found: Recipe) -> list[bool]:
-    """For each operand, whether it reaches the local computation unmoved."""
-    return [unmoved(i.elementary, i.computed, found.shape_of(i.atoms)) for i in found.inputs]
 
 
 def local_computation(made: BoundRecipe) -> Run:
@@ -232,11 +224,9 @@ def local_computation(made: BoundRecipe) -> Run:
     An operand has its own dims, or where it was moved one dim per atom. The result has its own dims, or where it is yet
     to be moved one dim per atom.
     """
-    found, result = made.recipe, made.recipe.result
-    as_is = _unmoved_operands(found)
-    terms = [i.groups if raw else singles(i.atoms) for i, raw in zip(found.inputs, as_is, strict=True)]
-    ends = unmoved(result.computed, result.elementary, found.shape_of(result.atoms))
-    return _computation(made, terms, result.groups if ends else singles(result.atoms), found.op)
+    every = zip((*made.recipe.inputs, made.recipe.result), made.recipe.moved, strict=True)
+    *terms, goal = [singles(i.atoms) if moves else i.groups for i, moves in every]
+    return _computation(made, terms, goal, made.recipe.op)
 
 
 def _computation(made: BoundRecipe, terms: Sequence[Groups], goal: Groups, op: Op) -> Run:
@@ -304,7 +294,9 @@ def _extreme(made: BoundRecipe, raw: bool) -> Run:
     operand, atoms = found.inputs[0].groups if raw else singles(found.inputs[0].atoms), singles(result.atoms)
     most, count = (_computation(made, [operand], atoms, op) for op in (found.op, "sum"))
     spread = _computation(made, [atoms], operand, "sum")
-    leave = _leaving(made, replace(result.computed, pending=())) or _merging(made)
+    reduced = replace(result.computed, pending=())
+    moves = not unmoved(reduced, result.elementary, found.shape_of(result.atoms))
+    leave = _leaving(made, reduced) if moves else _merging(made)
     return _joined([lambda x: extreme(x, str(found.op), group, most, count, spread), leave])
 
 

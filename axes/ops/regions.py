@@ -28,9 +28,10 @@ from axes.algebra.placements import check_axes_are_whole
 from axes.algebra.sharding import Sharding, Slot, Slots, same_cuts, slots_text
 from axes.algebra.specs import marked_sharding
 from axes.runtime.border import counted_as_same
+from axes.runtime.graphs import hints, varying
 from axes.runtime.groups import current_world, of_world
-from axes.runtime.shards import LocalPart, placements_of
-from axes.runtime.symbols import hints, spec_at, varying
+from axes.runtime.redistribute import spec_at
+from axes.runtime.sharded import LocalPart, placements_of
 from axes.runtime.torch_placements import sharding_of_spec
 
 Axes = tuple[Layout, ...]

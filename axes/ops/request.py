@@ -31,15 +31,13 @@ from axes.ops import autocast
 from axes.ops.global_view import on_dtensors, on_used
 from axes.ops.recipes import BoundRecipe, traced_sizes
 from axes.runtime import torch_private, watching
-from axes.runtime.graphs import device_mesh_input
+from axes.runtime.graphs import device_mesh_input, fixed, hint, hints, is_symbolic
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced
 from axes.runtime.linear import linear
-from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.routes import Route, of_sizes, route, same_axes
-from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
+from axes.runtime.operation import PLAIN, as_plain, check_dense, check_transforms, is_dense
+from axes.runtime.redistribute import Dtypes, Route, both, of_sizes, route, same_axes, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_transforms, is_dense
 from axes.runtime.watching import within
 
 T = TypeVar("T", DTensor, torch.Tensor)

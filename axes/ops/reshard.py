@@ -25,12 +25,11 @@ from axes.algebra.sharding import Sharding
 from axes.ops.request import Request, T, apply, meant, requested
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
+from axes.runtime.operation import PLAIN, check_dense, check_transforms
 from axes.runtime.programs import name_of
-from axes.runtime.redistribute import Dtypes, check_takes_part
-from axes.runtime.routes import resharded
+from axes.runtime.redistribute import Dtypes, check_takes_part, resharded
 from axes.runtime.sharded import dtensor_of, sharding_of, spec_by_rules
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import PLAIN, check_dense, check_transforms
 
 
 @overload

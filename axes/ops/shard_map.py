@@ -47,7 +47,7 @@ result shares no memory with an argument, with another result, or with a paramet
 would, it is copied.
 
 In `torch.compile` both borders are nodes of the graph, which serves all sizes that divide. There a new name on the
-right has to divide as well, which ranks tell each other in the graph, or to have its size in the text.
+right that is split has its size in the text.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced, used
 from axes.runtime.linear import NODE
-from axes.runtime.shards import placements_of, read_shard, told_shapes, traced_parts
-from axes.runtime.transforms import check_dense, check_transforms, is_dense
+from axes.runtime.operation import check_dense, check_transforms, is_dense
+from axes.runtime.sharded import placements_of, read_shard, told_shapes, traced_parts
 from axes.runtime.watching import within
 
 P = ParamSpec("P")

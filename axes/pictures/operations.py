@@ -17,6 +17,7 @@ from axes.algebra.errors import ExpressionError, ShardingError, SizeError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.expressions import Recipe, gradient, recipe, unmoved
 from axes.algebra.expressions.rules import REDUCTIONS
+from axes.algebra.expressions.transpose import on_own_axes, transposed
 from axes.algebra.grammar import Spec, TensorExpression
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Step, bytes_text, itemsize_of, plan
@@ -30,7 +31,6 @@ from axes.pictures.moves import MOST, moves_of_recipe
 from axes.pictures.named_sizes import shape_of_names
 from axes.pictures.sent import sent_section
 from axes.runtime.agreement import ranks_text
-from axes.runtime.gradients import on_own_axes, transposed
 
 Shape = tuple[int, ...]
 

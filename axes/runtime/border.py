@@ -32,23 +32,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError, shown
+from axes.algebra.expressions.transpose import copies, gradient_sharding
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
-from axes.runtime.gradients import copies, gradient_sharding, of_placements
+from axes.runtime.graphs import hints, vary
 from axes.runtime.groups import of_world
 from axes.runtime.linear import NODE, Border, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import Run
-from axes.runtime.redistribute import into_summand
-from axes.runtime.routes import Route, Spec, route
-from axes.runtime.symbols import hints, spec_at, vary
+from axes.runtime.redistribute import Route, Spec, into_summand, route, spec_at
 from axes.runtime.torch_placements import (
     sharding_of_placements,
     sharding_of_spec,
@@ -243,7 +242,8 @@ def _gradient(spec: Spec, counted: Placements | None) -> tuple[Spec, Placements,
     """
     by = counted or spec.placements
     _check_differentiable(spec.mesh, by)
-    placements, shape = of_placements(by), tuple(spec.shape)
+    shape = tuple(spec.shape)
+    placements = tuple([Partial("sum") if p.is_replicate() else Replicate() if p.is_partial() else p for p in by])
     found = torch_private.dtensor_spec(spec.mesh, placements, shape, strides_of(shape), spec.tensor_meta.dtype)
     return found, _still_same(spec.placements, by, placements), _pending_size(spec.mesh, by, "avg", "mean")
 

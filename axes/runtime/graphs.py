@@ -28,19 +28,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import MeshError
+from axes.algebra.errors import MeshError, SizeError
 from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh, ambient_mesh, ambient_stack, pop_mesh, push_mesh
 from axes.algebra.sharding import Sharding
+from axes.algebra.sizes import Shape
 from axes.runtime import groups, torch_private
-from axes.runtime.symbols import fixed
 
 for _kind in (Mesh, Sharding, Rules):
     torch_private.constant_in_graphs(_kind)
@@ -190,3 +190,78 @@ def _enter(mesh: Mesh) -> bool:
 def _leave() -> bool:
     _entered[torch_private.current_trace()].pop()
     return True
+
+
+# --- sizes that vary
+
+# A size that is a symbol stands for any size that divides as that of the call that is traced does: what is found at the
+# size of this call is good for all of them, and the graph is guarded on dividing so (`vary`).
+
+
+def is_symbolic(shape: Sequence[int]) -> bool:
+    """Whether a size of the shape is symbolic."""
+    return not {int}.issuperset(map(type, shape))
+
+
+def hints(shape: Sequence[int]) -> Shape:
+    """The sizes that symbols have in the call that is being traced."""
+    return tuple([size if type(size) is int else hint(size) for size in shape])
+
+
+def hint(size: Any) -> int:
+    """The size that a symbol has in the call that is being traced."""
+    found = torch_private.hint_of(size)
+    return int(size) if found is None else found
+
+
+def fixed(size: int) -> int:
+    """The number of a size, for which alone the graph is then.
+
+    The guard is on a remainder that only this number has: with a comparison alone, torch would put the number for the
+    symbol, and leave the guard to the tensor whose size it is. After the guard it puts it, so that results have the
+    number, too: where it found only in the backward pass that the symbol is one number, it would have counted the sizes
+    that the graph returns before, as many as symbols. In the backward pass itself it is too late for that.
+    """
+    if type(size) is int:
+        return size
+    number = hint(size)
+    # Asking a symbolic condition for its truth makes the guard. So would an `assert`, but not under `python -O`.
+    is_backward = torch_private.backward_pass() >= 0
+    if not (size % _MORE_THAN_ANY_SIZE == number and (is_backward or size == number)):
+        raise SizeError(f"a size is {number} in this call, and isn't in its graph: {size}")
+    return number
+
+
+def are_equal(one: int, other: int) -> bool:
+    """Whether two sizes are the same, asked as `fixed` asks: by a comparison one symbol would be put for the other."""
+    return (one - other) % _MORE_THAN_ANY_SIZE == 0
+
+
+_MORE_THAN_ANY_SIZE = 2**61 - 1
+
+
+def vary(shape: Sequence[int], cuts: Shape) -> Shape:
+    """The shape for which what was found at its `hints` is good in a graph: symbols, where these sizes divide by what
+    they are cut into, and numbers elsewhere.
+    """
+    # Nor can a size vary of which shards have a single element: torch takes a size of 1 for a number.
+    pairs = enumerate(zip(shape, cuts, strict=True))
+    uses = [(dim, size, 0 if hint(size) == pieces else pieces) for dim, (size, pieces) in pairs]
+    found = varying(uses)
+    return tuple([found[dim] if dim in found else hint(size) for dim, size, _ in uses])
+
+
+def varying(uses: Sequence[tuple[Any, Any, int]]) -> dict[Any, Any]:
+    """The symbols of names that may have any size: each `(name, size, pieces)` has the same, and its pieces divide it.
+
+    `pieces` is 0 where a size can't vary. The sizes of all other names are fixed.
+    """
+    found: dict[Any, Any] = {}
+    stay = set()
+    for name, size, pieces in uses:
+        if type(size) is int or not pieces or size % pieces or not are_equal(size, found.setdefault(name, size)):
+            stay.add(name)
+    for name, size, _ in uses:
+        if name in stay:
+            fixed(size)
+    return {name: size for name, size in found.items() if name not in stay}

@@ -19,15 +19,11 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
-from axes.runtime.graphs import check_groups, guard_whole_sizes, kept, kept_name
+from axes.runtime.graphs import check_groups, fixed, guard_whole_sizes, hint, hints, is_symbolic, kept, kept_name
 from axes.runtime.groups import of_world
 from axes.runtime.operation import waited
-from axes.runtime.routes import resolved, route
-from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
+from axes.runtime.redistribute import Spec, resolved, route, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
-
-Spec = Any
-"""torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
 _HOOK = -1
 """The number of the hook that resolves the gradient of a leaf."""

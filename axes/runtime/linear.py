@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
-from axes.runtime.transforms import PLAIN
+from axes.runtime.operation import PLAIN
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Kept = tuple[Any, ...]

@@ -42,7 +42,7 @@ from axes.algebra.plan import Plan, Step
 from axes.algebra.planning.exchange import Exchange, Message, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private, watching
-from axes.runtime.communicator import REDUCED, communicator, moved
+from axes.runtime.axis_groups import REDUCED, communicator, moved
 from axes.runtime.groups import group_of, of_world
 from axes.runtime.operation import Operation, heard
 from axes.runtime.packing import Part, Shape, Side, arranged, elements_of, packer, unpacker
@@ -279,7 +279,7 @@ class LocalStep:
         larger = tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
         return tuple(many), larger
 
-    @property
+    @cached_property
     def is_balanced(self) -> bool:
         """Whether each rank sends as much to each rank as it gets from each, itself included."""
         # Between even tiles the counts of one rank are, in another order, those of every other.
@@ -297,6 +297,7 @@ def local_step(step: Step, group: dist.ProcessGroup | None) -> LocalStep:
     """A step on this rank, of a tensor of the step's own shape."""
     opened, exchange = step.opened, step.exchange()
     tile, shape = (held_shape(end, opened.shape, step.rank) for end in (opened.source, opened.target))
+    after = shape if opened is step else held_shape(step.target, step.shape, step.rank)
     # What a rank keeps goes through an exchange like the rest: so the boxes are as regular as they can be.
     here, kept = exchange.ranks.index(step.rank), zip(*exchange.copies, strict=True)
     own = [Message(here, boxes, 0, exchange.layer) for boxes in kept]
@@ -305,7 +306,7 @@ def local_step(step: Step, group: dist.ProcessGroup | None) -> LocalStep:
         receives = [m._replace(boxes=tuple([((m.layer, m.layer + 1), *box) for box in m.boxes])) for m in receives]
         shape = (exchange.layers, *shape)
     sides = _side(sends, tile, exchange), _side(receives, shape, exchange)
-    return LocalStep(step, group, exchange.layers, held_shape(step.target, step.shape, step.rank), *sides)
+    return LocalStep(step, group, exchange.layers, after, *sides)
 
 
 def _side(messages: Sequence[Message], shape: Shape, exchange: Exchange) -> Side:

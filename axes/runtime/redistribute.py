@@ -1,4 +1,4 @@
-"""Redistribution of local tensors: this rank's tile of one sharding to its tile of another.
+"""Redistribution: this rank's tile of one sharding to its tile of another, and DTensors so.
 
     made = program(mesh.sharding("b s@tp d"), mesh.sharding("b s d@tp"), local.dtype, None, (8, 32, 64))
     local = run(made, local)
@@ -6,40 +6,56 @@
 One look-up gives what packs, sends, unpacks. Nothing happens where both shardings put the same data on the same ranks.
 
 A redistribution is a linear map (but for max and min), and its gradient is the transposed map, which is a
-redistribution, too. Of plain tensors it is `moving`: each rank has a loss of its own, and `gradients` has the table of
-the local view. Axes can be declared `same`: equal values *and* equal, whole gradients on every rank. Axes that neither
-side mentions are unknown: what differs along them is never compared, mixed or borrowed. DTensors say of their
-gradients how they are sharded: see `routes`.
+redistribution, too; `axes.algebra.expressions.transpose` has the table.
+
+Of plain tensors it is `moving`, the local view: each rank has a loss of its own. Axes can be declared `same`: equal
+values *and* equal, whole gradients on every rank. Axes that neither side mentions are unknown: what differs along them
+is never compared, mixed or borrowed.
+
+Of DTensors it is a `Route`, the global view: there is one loss, and a cotangent is one value however it is sharded.
+What arrives says so itself, and nothing is reduced until something needs it. A leaf's gradient is resolved where it is
+accumulated, by whoever made the leaf part of a computation. A call is one look-up by what a DTensor knows of itself
+(its `DTensorSpec`), a program on its shard, and a DTensor around the result. The result's spec is made once, too.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import Box, boxes_within, tile_shape
-from axes.algebra.errors import MeshError, ShardingError, shown
+from axes.algebra.errors import AxesError, MeshError, ShardingError, shown, wrong_dims
+from axes.algebra.expressions.transpose import gradient_sharding, on_own_axes, transposed
+from axes.algebra.mesh import Mesh
+from axes.algebra.placements import check_torch_can
 from axes.algebra.plan import Plan, cheapest, choices_between, cuts_of, model_of
 from axes.algebra.sharding import EXTREMES, Sharding, unmarked
-from axes.runtime import axis_groups, watching
+from axes.algebra.sizes import Shape
+from axes.runtime import axis_groups, torch_private, watching
 from axes.runtime.axis_groups import AxisGroup
-from axes.runtime.gradients import on_own_axes, transposed
+from axes.runtime.graphs import hints, is_symbolic, vary
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.linear import Kept, Map, both_ways, linear, writable
-from axes.runtime.operation import raise_located, waited
-from axes.runtime.packing import slices_of
+from axes.runtime.operation import PLAIN, raise_located, waited
+from axes.runtime.packing import slices_of, strides_of
 from axes.runtime.programs import Program, Run, check_dtypes, name_of
-from axes.runtime.symbols import found_for, hints, is_symbolic, vary
-from axes.runtime.transforms import PLAIN
+from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 
-Shape = tuple[int, ...]
 Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 """`comm_dtype`: one for values and gradients, or one for each."""
+
+Spec = Any
+"""torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
+
+Found = TypeVar("Found")
 
 
 def moving(source: Sharding, target: Sharding, shape: Shape, comm_dtype: Dtypes, async_op: bool, is_local: bool) -> Map:
@@ -168,6 +184,177 @@ def _for_this_rank(found: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | No
     least = found.least.at(current_world().rank)
     check_dtypes(least, dtype, comm_dtype)
     return least
+
+
+# --- sizes that divide ----------------------------------------------------------------------------
+
+# Where every size that is cut is a multiple of the pieces into which it is cut, plans, placements and gradients are the
+# same ones at every size, with all boxes scaled. So they are found for small sizes that share the divisors, and kept by
+# these. Where a size isn't a multiple, what is found is for this size alone.
+
+
+def found_for(
+    shape: Shape, ranks: int, find: Callable[[Shape], Found], cuts: Callable[[Found], Shape], own: Collection[int] = ()
+) -> Found:
+    """What is found for a shape, by the small one that is cut alike on this many ranks.
+
+    `cuts` are those that it makes. Sizes that these don't divide stand for themselves, as those of the dims `own` do;
+    and all of them where nothing is found.
+    """
+    own = {*own}
+    while True:
+        like = [size if dim in own else small_size(size, ranks) for dim, size in enumerate(shape)]
+        try:
+            found = find(tuple(like))
+        except AxesError:
+            break
+        # A mesh that the tensor goes to may have more ranks: then the small size isn't cut as evenly.
+        sizes = enumerate(zip(shape, like, cuts(found), strict=True))
+        odd = {dim for dim, (size, small, pieces) in sizes if not pieces or size % pieces or small % pieces}
+        if odd <= own:
+            return found
+        own |= odd
+    return find(shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def small_size(size: int, ranks: int) -> int:
+    """A small size that shares its divisors with the number of ranks.
+
+    A size equal to its number of parts is kept: a leading dim of 1 makes a tile contiguous, which larger ones don't.
+
+    >>> [small_size(size, 8) for size in (4096, 100, 8, 0)]
+    [16, 12, 8, 0]
+    """
+    if ranks % (size or 1) == 0:
+        return size
+    parts = math.gcd(size, ranks)
+    return next(small for small in itertools.count(2 * parts, parts) if math.gcd(small, ranks) == parts)
+
+
+def spec_at(spec: Any, shape: Shape) -> Any:
+    """The `DTensorSpec` at another shape."""
+    return torch_private.resized_spec(spec, shape, strides_of(shape))
+
+
+# --- of DTensors: the global view ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """A redistribution of DTensors with one spec: what their shards go through, and the spec of the result."""
+
+    ends: tuple[Sharding, Sharding]
+    made: Program
+    spec: Spec
+    gradient_dtype: torch.dtype | None
+    stays: bool
+    async_op: bool = False
+
+    def at(self, shape: Shape) -> Route:
+        """The same for tensors of another shape that is cut alike."""
+        made = replace(self.made, shape=shape)
+        if not made.is_only:
+            made = program(*self.ends, made.dtype, made.comm_dtype, shape)
+        return Route(self.ends, made, spec_at(self.spec, made.shape), self.gradient_dtype, self.stays, self.async_op)
+
+    def take(self, x: DTensor) -> DTensor:
+        """The DTensor in its new sharding; `x` itself where it is so already."""
+        return x if self.stays else linear(self.moved, self.back, x)  # type: ignore[no-any-return]
+
+    def moved(self, x: DTensor) -> DTensor:
+        """The same, outside of autograd."""
+        return torch_private.dtensor(carried(self.made, torch_private.local_of(x), self.async_op), self.spec)
+
+    def back(self, cotangent: DTensor) -> DTensor:
+        """The gradient of the source, by what the cotangent of the target is."""
+        return _back(torch_private.spec_of(cotangent), self.ends[0], self.gradient_dtype).take(cotangent)
+
+
+def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None) -> DTensor:
+    """`x` in another sharding, on the target's mesh. Differentiable, any number of times.
+
+    `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
+
+    Raises `ShardingError` where nothing takes the sharding of `x` to the target, or where DTensor can't
+    express the target for this shape; on every rank, before anything is sent.
+    """
+    return route(torch_private.spec_of(x), target, both(comm_dtype)).take(x)
+
+
+def same_axes(one: Mesh, other: Mesh) -> bool:
+    """Whether a DTensor on one mesh is on the other: the same axes by name, over the same groups."""
+    return one is other or (
+        (one.universe, one.axis_names, one.layouts) == (other.universe, other.axis_names, other.layouts)
+        and other.binding in (None, one.binding)
+    )
+
+
+def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
+    """`find(spec, *how)`, asked for one of all shapes that are cut as evenly, and kept by shape."""
+
+    @of_world(4096)
+    def kept(spec: Spec, *how: Any) -> Route:
+        if is_symbolic(spec.shape):
+            found = kept(spec_at(spec, hints(spec.shape)), *how)
+            return found.at(vary(spec.shape, found.made.cuts))
+        shape = tuple(spec.shape)
+
+        def at(like: Shape) -> Route:
+            return find(spec, *how) if like == shape else kept(spec_at(spec, like), *how)
+
+        return found_for(shape, spec.mesh.size(), at, lambda route: route.made.cuts).at(shape)
+
+    return kept
+
+
+@of_sizes
+def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Route:
+    """How DTensors with this spec come to a target."""
+    source, shape, dtype = sharding_of_spec(spec), tuple(spec.shape), spec.tensor_meta.dtype
+    if target.ndim != len(shape):
+        raise wrong_dims(target, target.ndim, len(shape), shape)
+    target = target.sized(shape)
+    check_torch_can(target, shape)
+    made = program(source, target, dtype, comm_dtypes[0], shape)
+    device_mesh = spec.mesh if same_axes(source.mesh, target.mesh) else target.mesh.device_mesh
+    placements = torch_placements(target)
+    stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
+    result = torch_private.dtensor_spec(device_mesh, placements, shape, strides_of(shape), dtype)
+    return Route((source, target), made, result, comm_dtypes[1], stays)
+
+
+def resolved(x: DTensor) -> DTensor:
+    """`x`, whose gradient is brought to its own sharding here, nothing pending."""
+    spec = torch_private.spec_of(x)
+    own = replace(sharding_of_spec(spec), pending=())
+    return linear(lambda x: torch_private.dtensor(torch_private.local_of(x), spec), lambda g: resharded(g, own), x)
+
+
+@of_sizes
+def _back(spec: Spec, source: Sharding, dtype: torch.dtype | None) -> Route:
+    """The route of a cotangent with this spec to a value that was sharded as `source`."""
+    return route(spec, gradient_sharding(source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
+
+
+# --- the whole, as a plain tensor
+
+
+def unsharded(x: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
+    spec = torch_private.spec_of(x)
+    gathering = route(spec, Mesh.from_device_mesh(spec.mesh).sharding(" ".join(["_"] * x.ndim)), (None, None))
+
+    def whole(x: DTensor) -> torch.Tensor:
+        local = torch_private.local_of(x)
+        return writable(carried(gathering.made, local), local)
+
+    return linear(whole, lambda g: gathering.back(_replicated(g.contiguous(), gathering.spec)), x)  # type: ignore[no-any-return]
+
+
+def _replicated(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A plain tensor that is the same on every rank, as a DTensor."""
+    return linear(lambda x: torch_private.dtensor(x.detach(), spec), unsharded, local)
 
 
 # --- gradients in the local view --------------------------------------------------------------

@@ -31,9 +31,9 @@ from axes.algebra.errors import ShardingError, shortened, shown, suggestion
 from axes.algebra.plan import dtype_name
 from axes.extension import dense, local, written
 from axes.runtime import torch_private
+from axes.runtime.operation import is_dense
 from axes.runtime.packing import Grid, Part, Shape, arranged, elements_of
 from axes.runtime.sharded import sharding_of
-from axes.runtime.transforms import is_dense
 from axes.transfers.layout_pieces import cut_box
 from axes.transfers.transfers import Slice, Transfer, TransferEnd, counted
 

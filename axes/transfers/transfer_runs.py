@@ -24,7 +24,7 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
 from axes.extension import Operation, agree, collective, dtensor
 from axes.runtime.agreement import MissedError, ranks_text
-from axes.runtime.communicator import communicator
+from axes.runtime.axis_groups import communicator
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
 from axes.transfers.execution import Execution, Tiles
 from axes.transfers.transfers import Like, Transfer, transfer

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import axes
 from axes.algebra.expressions import Recipe, gradient, recipe
+from axes.algebra.expressions.transpose import transposed
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, Step
 from axes.algebra.sharding import Sharding
 from axes.pictures.in_svg import svg_of_panel
 from axes.pictures.moves import moves_of_recipe
-from axes.runtime.gradients import transposed
 from docs.pages.page import WRITTEN, Session, block, inline, paragraph, table
 
 SIZES = {"b": 8, "s": 2048, "d": 4096, "f": 8192}

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
+from axes.algebra.expressions.transpose import cotangent
 from axes.algebra.mesh import Mesh
-from axes.runtime.gradients import cotangent
 from docs.pages.page import WRITTEN, Session, inline, paragraph, table
 
 EXTENTS = {"b": 4, "s": 8, "d": 12, "f": 16}

@@ -16,6 +16,7 @@ a tensor with one dim per atom of the expression. So a split of a group has to f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import types
@@ -125,11 +126,16 @@ class Recipe:
     @property
     def moves(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
         """Where data may move: `(from, to, whole shape)` of each arrow that joins two shardings."""
-        return tuple([arrow for arrow in self.arrows if not unmoved(*arrow)])
+        return tuple(itertools.compress(self.arrows, self.moved))
+
+    @functools.cached_property
+    def moved(self) -> tuple[bool, ...]:
+        """Of each arrow whether data moves."""
+        return tuple([not unmoved(*arrow) for arrow in self.arrows])
 
     @property
     def arrows(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
-        """`(from, to, whole shape)` of each arrow between shardings."""
+        """`(from, to, whole shape)` of each arrow between shardings: those of the operands, and that of the result."""
         found = [(i.elementary, i.computed, self.shape_of(i.atoms)) for i in self.inputs]
         return (*found, (self.result.computed, self.result.elementary, self.shape_of(self.result.atoms)))
 

@@ -1,4 +1,4 @@
-"""Gradients as recipes: the gradient of each operand is derived from the same expression.
+"""Gradients: of expressions, each the recipe that is derived from the same expression; and of redistributions.
 
 A rearrangement goes back by the inverse one, a sum by a repetition and a repetition by a sum; an
 einsum by an einsum of the cotangent and the other operands. So the gradient of a recipe is a recipe,
@@ -8,6 +8,22 @@ The cotangent of a tensor describes the same value whatever its sharding, and ar
 What splits the operand must split its gradient, and what was pending must be replicated in it; over
 every other axis the gradient stays as it arrived, split or pending, until something needs it whole.
 
+Of a redistribution the gradient is the transposed one. A value is split (S), replicated (R) or pending (P) over an
+axis. Its gradient, over the same axis:
+
+| value | local view: every rank has a loss, their sum counts | global view: there is one loss |
+| --- | --- | --- |
+| S | S | S |
+| R | P: this rank's summand of it | as it arrives: whole, split or pending |
+| `same` | R | |
+| P sum | R | R |
+| P mean | R, divided by n | R, divided by n |
+
+(The last row is about each rank's own contribution. As one value, a mean that is pending has the gradient of the mean;
+the border between the views multiplies by n.) `cotangent` is the column of the local view. For a rank's own tensor a
+gradient that arrived is a summand: the slice of a rank that has only a slice is put within zeros, and what several
+ranks have whole is divided among them (`copies`).
+
 >>> from axes.algebra.expressions.rules import recipe
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("dp=2 tp=2")
@@ -15,18 +31,24 @@ every other axis the gradient stays as it arrived, split or pending, until somet
 >>> forward = recipe("einsum", "b d, d f@tp -> b f@tp", "sum", (x, w), ((8, 4), (4, 6)), mesh)
 >>> gradient(forward, 1, forward.result.tensor).result.tensor.spec
 'd f@tp | sum@dp'
+>>> whole, split = map(Mesh("tp=2").sharding, ("s", "s@tp"))
+>>> str(transposed(split, whole)[0])       # S -> R: arrives as a summand
+'s | sum@tp'
+>>> [str(found) for found in transposed(whole, split)[:2]]     # R -> S
+['s@tp', 's@tp']
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.expressions.recipe import Recipe, Shardings, singles
-from axes.algebra.layout import Layout
+from axes.algebra.layout import Digit, Layout, digits
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import LINEAR, Pending, Sharding, Slots
+from axes.algebra.sharding import LINEAR, Pending, Sharding, Slots, unmarked
 from axes.algebra.splits import Digits, handed_down, of_names, split
 
 
@@ -133,3 +155,73 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     result = Shardings(operand.groups, gradient, target, derived)
     text = f"gradient of  {forward.text}"
     return Recipe("gradient", text, mesh, "sum", forward.sizes, tuple(inputs), result, forward.averages)
+
+
+# --- of redistributions
+
+
+def cotangent(value: Sharding) -> Sharding:
+    """How the ranks' gradients of their tensors lie as one value, where these are a value that lies so.
+
+    What is `same` stands among what is pending, as `axes.algebra.sharding.unmarked` takes it apart.
+    """
+    return replace(value, pending=tuple([("sum", Layout.of([digit])) for digit in _replicated(value)]))
+
+
+def copies(value: Sharding, arrived: Sharding) -> int:
+    """How many ranks have the whole of a gradient, lying so, of which each takes a part for its own tensor."""
+    return math.prod([size for size, _ in _replicated(value, arrived)])
+
+
+def _replicated(*shardings: Sharding) -> list[Digit]:
+    """The digits of the mesh over which all of these are replicated."""
+    mesh, used = shardings[0].mesh, [layout for each in shardings for layout in each.used]
+    found = Digits(mesh, [mesh.extent, *used])
+    taken = {*found.of(used)}
+    return [digit for digit in found.of([mesh.extent]) if digit not in taken]
+
+
+def on_own_axes(source: Sharding, target: Sharding) -> tuple[Sharding, Sharding]:
+    """Both ends of a redistribution of plain tensors, on the axes that one side mentions.
+
+    Tensors may differ along the other axes, so nothing may be taken from there.
+    """
+    used = {digit for refined in digits(*source.used, *target.used) for digit in refined}
+    line = Layout.of(sorted(used, key=lambda digit: -digit[1]))
+    one, two = (replace(end, mesh=end.mesh.along(line)) for end in (source, target))
+    return one, two
+
+
+def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """What sharding the gradient of a value gets, by that of the cotangent that arrives.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> mesh = Mesh("dp=2 tp=2")
+    >>> gradient_sharding(mesh.sharding("b@dp d"), mesh.sharding("b d | sum@(dp tp)"), (4, 4)).spec
+    'b@dp d | sum@tp'
+    """
+    plain = replace(source, pending=())
+    if source.mesh.universe != arrived.mesh.universe or source.mesh.layouts != arrived.mesh.layouts:
+        return plain
+    arrived = arrived.on(source.mesh)
+    try:
+        found = required(source.sized(shape), arrived.sized(shape))
+        check_torch_can(found, shape)
+    except ShardingError:
+        # What is kept as it arrived may not fit the dims of the source; then it is gathered.
+        return required(source.sized(shape), arrived.sized(shape), lazy=False)
+    return found
+
+
+def transposed(source: Sharding, target: Sharding) -> tuple[Sharding, Sharding, int]:
+    """`(arriving, middle, divisor)` of the gradient of a redistribution in the local view.
+
+    `arriving` is how the target's gradient lies, `middle` how the source's lies before it is put within zeros where
+    `middle` has more splits than the source, and divided by `divisor`. What the target keeps pending isn't touched on
+    the way back.
+    """
+    arriving, kept = cotangent(target), unmarked(target)[0].pending
+    middle = required(source, arriving)
+    divisor = copies(source, middle)
+    arriving, middle = (replace(end, pending=(*end.pending, *kept)) for end in (arriving, middle))
+    return arriving, middle, divisor

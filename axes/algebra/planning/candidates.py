@@ -44,6 +44,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import chain, takewhile
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -125,12 +126,12 @@ class State:
         """The ranks, in order."""
         return self.space.origin.universe
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[int, ...]:
         """Into how many pieces each slot is split."""
         return tuple(map(_pieces, self.splits))
 
-    @property
+    @cached_property
     def tile(self) -> Shape:
         """The shape of the largest tile."""
         return tuple(map(_largest, self.space.sizes, self.splits))
@@ -140,7 +141,7 @@ class State:
         """Elements of the largest tile."""
         return math.prod(self.tile)
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether all tiles are equally large."""
         return not any(map(operator.mod, self.space.sizes, self.pieces))

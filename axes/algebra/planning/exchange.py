@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 from itertools import product
-from operator import itemgetter
+from operator import getitem, itemgetter
 from typing import NamedTuple
 
 from axes.algebra.chunks import Box, Runs, Tile, all_chunks, boxes_within, factor_runs, intersection, volume
@@ -121,15 +121,13 @@ class GroupSide:
         self.ranks: dict[Held, list[int]] = {}
         for held, rank in zip(zip(*columns, strict=True), universe.pick(positions), strict=True):
             self.ranks.setdefault(held, []).append(rank)
-        sizes = {held: volume(self.tile(held)) for held in self.ranks}
+        runs = [each.runs for each in pieces]
+        self.tiles = {held: tuple(map(getitem, runs, held[1:])) for held in self.ranks}
+        sizes = {held: volume(tile) for held, tile in self.tiles.items()}
         self.sizes = {held: size for held, size in sizes.items() if size}
         self.largest = max(self.sizes.values(), default=0)
         self.ranks = {held: sorted(self.ranks[held]) for held in self.sizes}
         self.held = {rank: held for held, ranks in self.ranks.items() for rank in ranks}
-
-    def tile(self, held: Held) -> Tile:
-        """The tile of the pieces with these numbers, one along each dim."""
-        return tuple([each.runs[number] for each, number in zip(self.pieces, held[1:], strict=True)])
 
     def meeting(self, tile: Tile) -> Iterator[Held]:
         """The tiles of the group that share elements with a tile."""
@@ -189,7 +187,7 @@ class GroupExchange:
         """How many elements of what each rank wants it has."""
         found = dict.fromkeys(self.ranks, 0)
         for rank in self.before.held.keys() & self.after.held.keys():
-            had, wanted = self.before.tile(self.before.held[rank]), self.after.tile(self.after.held[rank])
+            had, wanted = self.before.tiles[self.before.held[rank]], self.after.tiles[self.after.held[rank]]
             found[rank] = volume(intersection(had, wanted))
         return found
 
@@ -228,8 +226,8 @@ class GroupExchange:
 
     def is_permutation(self) -> bool:
         """Whether whoever wants anything wants one whole tile, and there are ranks enough that have it."""
-        have = {self.before.tile(held): len(ranks) for held, ranks in self.before.ranks.items()}
-        return all(len(ranks) <= have.get(self.after.tile(held), 0) for held, ranks in self.after.ranks.items())
+        have = {self.before.tiles[held]: len(ranks) for held, ranks in self.before.ranks.items()}
+        return all(len(ranks) <= have.get(self.after.tiles[held], 0) for held, ranks in self.after.ranks.items())
 
     def exchange(self, rank: int) -> Exchange:
         """What one rank of the group sends, receives and copies."""
@@ -238,16 +236,16 @@ class GroupExchange:
         receives: list[Message] = []
         copies: tuple[tuple[Box, Box], ...] = ()
         for layer, sender, part in self.arrivals(rank):
-            mine = self.after.tile(self.after.held[rank])
+            mine = self.after.tiles[self.after.held[rank]]
             if sender == rank and held is not None:
-                copies = tuple(zip(self.boxes(part, self.before.tile(held)), self.boxes(part, mine), strict=True))
+                copies = tuple(zip(self.boxes(part, self.before.tiles[held]), self.boxes(part, mine), strict=True))
             else:
                 receives.append(self._message(sender, part, mine, layer))
         if held is not None:
             senders = self._senders(held)
             for wanted, part in self._parts(held):
                 to = [other for other in self.after.ranks[wanted] if other != rank and senders.get(other, rank) == rank]
-                sends += [self._message(other, part, self.before.tile(held), held[0]) for other in to]
+                sends += [self._message(other, part, self.before.tiles[held], held[0]) for other in to]
         layer = 0 if held is None else held[0]
         return Exchange(self.ranks, tuple(sorted(sends)), tuple(sorted(receives)), copies, layer, self.before.layers)
 
@@ -256,18 +254,18 @@ class GroupExchange:
         wanted, held = self.after.held.get(rank), self.before.held.get(rank)
         if wanted is None:
             return
-        mine = self.after.tile(wanted)
+        mine = self.after.tiles[wanted]
         for each in self.before.meeting(mine):
             sender = rank if each == held else self._senders(each).get(rank, self.before.ranks[each][0])
-            yield each[0], sender, intersection(self.before.tile(each), mine)
+            yield each[0], sender, intersection(self.before.tiles[each], mine)
 
     def _message(self, peer: int, part: Tile, within: Tile, layer: int) -> Message:
         return Message(self.peers[peer], self.boxes(part, within), volume(part), layer)
 
     def _parts(self, held: Held) -> Iterator[tuple[Held, Tile]]:
         """The tiles that are wanted of which a tile has a part, and that."""
-        tile = self.before.tile(held)
-        return ((wanted, intersection(tile, self.after.tile(wanted))) for wanted in self.after.meeting(tile))
+        tile = self.before.tiles[held]
+        return ((wanted, intersection(tile, self.after.tiles[wanted])) for wanted in self.after.meeting(tile))
 
     def _senders_of(self, held: Held) -> dict[int, int]:
         """Of a tile that several ranks have, for each rank that wants some of it, who gives it that."""
