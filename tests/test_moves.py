@@ -332,7 +332,7 @@ def odd_sources() -> None:
             axes.ShardingError, match=rf"through this one, ranks (7, 5, 3, 1|0, 2, 4, 6); found {source}"
         ):
             axes.shard(torch.zeros(4), "a@tp", mesh=mesh["tp"], source_rank=source)
-    with pytest.raises(axes.ShardingError, match=r"found None(.|\n)*pass torch.empty\(shape, dtype=...\) there"):
+    with pytest.raises(axes.ShardingError, match=r"takes a tensor; found NoneType"):
         axes.shard(None, "a@tp", mesh=mesh["tp"], source_rank=0)
     assert axes.process_groups() == made
     few = axes.init_mesh("tp=4", ranks=[0, 1, 2, 3], device_type="cpu")

@@ -23,6 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -132,10 +133,7 @@ def laid(places: Sequence[tuple[int, Lattice]], shape: Shape, multiples: Shape) 
 
 def elements_of(box: Box) -> int:
     """Elements of a box."""
-    found = 1
-    for start, stop in box:
-        found *= stop - start
-    return found
+    return math.prod([stop - start for start, stop in box])
 
 
 def strides_of(shape: Sequence[int]) -> Shape:
@@ -159,37 +157,27 @@ def _nested(at: Sequence[Shape]) -> list[tuple[int, Shape]] | None:
     """
     if len(at) == 1:
         return []
-    step = _apart(at[0], at[1])
-    count = 2
-    while count < len(at) and _apart(at[count - 1], at[count]) == step:
-        count += 1
-    heads, first = at[::count], at[:count]
-    inner = [_apart(at[0], place) for place in first]
-    if len(at) % count or step < _apart(step, step):
-        return None  # a stride is no less than zero
-    for number in range(1, len(heads)):
-        if [_apart(heads[number], place) for place in at[number * count : (number + 1) * count]] != inner:
-            return None
-    outer = _nested(heads)
+    steps = [tuple(map(operator.sub, two, one)) for one, two in pairwise(at)]
+    step = steps[0]
+    count = next((number for number, other in enumerate(steps, 1) if other != step), len(at))
+    inner, heads = steps[: count - 1], at[::count]
+    regular = [steps[number : number + count - 1] == inner for number in range(0, len(at), count)]
+    # A stride is no less than zero.
+    outer = _nested(heads) if all(regular) and step >= (0,) * len(step) else None
     return None if outer is None else [*outer, (count, step)]
-
-
-def _apart(one: Shape, other: Shape) -> Shape:
-    return tuple(map(operator.sub, other, one))
 
 
 def _merged(modes: Sequence[tuple[int, int]]) -> tuple[Shape, Shape]:
     """Sizes and strides without sizes of one, neighbours that continue each other as one."""
-    sizes, strides = [1], [1]
-    for size, stride in modes:
-        if size == 1:
-            continue
-        if sizes[-1] == 1 or strides[-1] == size * stride:
-            sizes[-1], strides[-1] = sizes[-1] * size, stride
+    found = [(1, 1)]
+    for size, stride in [mode for mode in modes if mode[0] != 1]:
+        before, apart = found[-1]
+        if before == 1 or apart == size * stride:
+            found[-1] = before * size, stride
         else:
-            sizes.append(size)
-            strides.append(stride)
-    return tuple(sizes), tuple(strides)
+            found.append((size, stride))
+    sizes, strides = zip(*found, strict=True)
+    return sizes, strides
 
 
 # --- tile to buffer, and back ---------------------------------------------------------------------

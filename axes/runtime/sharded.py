@@ -108,11 +108,6 @@ def shard(
         torch.Size([12, 4])
     """
     mesh = required_mesh(mesh, "axes.shard")
-    if tensor is None and source_rank is not None:
-        raise ShardingError(
-            "axes.shard takes a tensor on every rank; found None. With source_rank= the values of the others don't "
-            "matter, their shape and dtype do: pass torch.empty(shape, dtype=...) there"
-        )
     check_plain("axes.shard", tensor, "To move one, use axes.reshard")
     if tensor.is_meta:
         raise ShardingError("axes.shard takes a tensor with values; found one on the device 'meta'")
