@@ -294,7 +294,8 @@ class Sharding(providers.Pictured):
         found = tuple_of(placements)
         if found is None:
             raise ShardingError(f"placements are a sequence, one for each axis of the mesh; found {shown(placements)}")
-        return providers.module("runtime", "Sharding.from_placements").from_placements(mesh, found, count, shape)
+        whole = None if shape is None else checked_shape(shape)
+        return providers.module("runtime", "Sharding.from_placements").from_placements(mesh, found, count, whole)
 
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""
