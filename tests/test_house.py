@@ -126,7 +126,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.algebra.sizes": {"written_sizes"},
         "axes.ops.module_regions": {"note_sharded", "region_call"},
         "axes.runtime": {"torch_private"},
-        "axes.runtime.leaves": {"resolving"},
+        "axes.runtime.border": {"resolving"},
         "axes.runtime.sharded": {"sharding_in_torch"},
         "axes.runtime.watching": {"within"},
         "axes.runtime.world": {"bound_to_job"},

@@ -28,7 +28,7 @@ from axes.nn.module_tensors import by_tensor, fill, tensors_of
 from axes.nn.options import checked_sizes
 from axes.ops.collectives import all_gather
 from axes.ops.module_regions import note_sharded
-from axes.runtime.leaves import resolving
+from axes.runtime.border import resolving
 from axes.runtime.sharded import sharding_in_torch
 
 M = TypeVar("M", bound=torch.nn.Module)

@@ -33,17 +33,9 @@ from axes.algebra.sharding import EXTREMES, LINEAR, Sharding, pending_text
 from axes.ops import autocast
 from axes.ops.recipes import BoundRecipe, at_sizes
 from axes.runtime import torch_private, watching
-from axes.runtime.border import (
-    Changes,
-    check_closed,
-    counted_as_same,
-    enter_global,
-    on_shards,
-    spec_around,
-)
+from axes.runtime.border import Changes, check_closed, counted_as_same, enter_global, on_shards, spec_around, used
 from axes.runtime.graphs import hints
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import used
 from axes.runtime.linear import Kept, linear
 from axes.runtime.operation import PLAIN
 from axes.runtime.redistribute import Route, Spec, both, route, spec_at

@@ -35,9 +35,8 @@ from axes.algebra.mesh import Mesh, required_mesh, use_mesh
 from axes.ops.arguments import NamedSpecs, are_plain, taken_apart
 from axes.ops.regions import read_region
 from axes.runtime import torch_private
-from axes.runtime.border import counted_as_same, leave_global
+from axes.runtime.border import counted_as_same, leave_global, used
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import used
 from axes.runtime.torch_placements import sharding_of_spec
 
 M = TypeVar("M", bound=torch.nn.Module)

@@ -31,9 +31,9 @@ from axes.ops import autocast
 from axes.ops.global_view import on_dtensors, on_used
 from axes.ops.recipes import BoundRecipe, traced_sizes
 from axes.runtime import torch_private, watching
+from axes.runtime.border import traced
 from axes.runtime.graphs import device_mesh_input, fixed, hint, hints, is_symbolic
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import traced
 from axes.runtime.linear import linear
 from axes.runtime.operation import PLAIN, as_plain, check_dense, check_transforms, is_dense
 from axes.runtime.redistribute import Dtypes, Route, both, of_sizes, route, same_axes, spec_at

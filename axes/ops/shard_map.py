@@ -88,10 +88,18 @@ from axes.ops.regions import (
     traced_region,
 )
 from axes.runtime import torch_private, watching
-from axes.runtime.border import Changes, check_closed, counted_whole, enter_global, leave_global, on_shards
+from axes.runtime.border import (
+    Changes,
+    check_closed,
+    counted_whole,
+    enter_global,
+    leave_global,
+    on_shards,
+    traced,
+    used,
+)
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import traced, used
 from axes.runtime.linear import NODE
 from axes.runtime.operation import check_dense, check_transforms, is_dense
 from axes.runtime.sharded import placements_of, read_shard, told_shapes, traced_parts

@@ -23,7 +23,7 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import checked_flag, written_sizes
 from axes.algebra.specs import parsed_sharding
-from axes.runtime.leaves import resolving
+from axes.runtime.border import resolving
 from axes.runtime.sharded import Sizes, broadcast_on, dtensor_of
 
 _BLOCK = {"cpu": 1 << 16}

@@ -14,7 +14,7 @@ takes tensors and numbers alone, so what else it needs goes by a name:
     def node(x, name):
         spec, mesh = getattr(kept, name)
 
-There is one such node, `traced` in `axes.runtime.leaves`.
+There is one such node, `traced` in `axes.runtime.border`.
 
 Ranks meet in a node, so all must run one of the same graph: its guards on the DTensors that come in are
 such that depend on whole sizes, which are the same on every rank.

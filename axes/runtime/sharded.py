@@ -36,10 +36,9 @@ from axes.algebra.specs import marked_sharding, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.axis_groups import AxisGroup, all_gather, broadcast, group_over
-from axes.runtime.border import check_grad, counted_alone, enter_global, leave_global
+from axes.runtime.border import check_grad, counted_alone, enter_global, leave_global, resolving, traced, used
 from axes.runtime.graphs import are_equal, device_mesh_input, fixed, hints, kept, vary
 from axes.runtime.groups import current_world, of_world, say_why
-from axes.runtime.leaves import resolving, traced, used
 from axes.runtime.linear import linear
 from axes.runtime.operation import PLAIN, check_plain, check_transforms
 from axes.runtime.packing import strides_of
