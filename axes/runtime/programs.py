@@ -70,7 +70,7 @@ class Program:
     comm_dtype: torch.dtype | None
     shape: Shape
 
-    @property
+    @cached_property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.plan.stages
