@@ -147,6 +147,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.algebra.expressions": {"Recipe", "gradient", "recipe", "unmoved"},
         "axes.algebra.expressions.reading": {"read"},
         "axes.algebra.expressions.rules": {"REDUCTIONS"},
+        "axes.algebra.expressions.transpose": {"on_own_axes", "transposed"},
         "axes.algebra.grammar": {
             "Span",
             "Spec",
@@ -157,7 +158,6 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
             "parse_spec",
             "parse_tensor",
         },
-        "axes.algebra.expressions.transpose": {"on_own_axes", "transposed"},
         "axes.algebra.layout": {"Universe"},
         "axes.algebra.mesh": {"ambient_mesh", "checked_mesh", "required_mesh"},
         "axes.algebra.mesh_names": {"check_sides"},
