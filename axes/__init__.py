@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from axes.algebra.sharding import Sharding
     from axes.debugging.debug import debug
     from axes.launching.launch import launch
-    from axes.nn.annotations import annotate
+    from axes.nn.annotate import annotate
     from axes.nn.functions import (
         argmax,
         cross_entropy,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         topk,
     )
     from axes.nn.shard_module import shard_module
-    from axes.nn.verification import verify
+    from axes.nn.verify import verify
     from axes.ops.collectives import (
         all_gather,
         all_to_all,
@@ -159,7 +159,7 @@ _HOME = {
     "axes.algebra.sharding": ("Sharding",),
     "axes.debugging.debug": ("debug",),
     "axes.launching.launch": ("launch",),
-    "axes.nn.annotations": ("annotate",),
+    "axes.nn.annotate": ("annotate",),
     "axes.nn.functions": (
         "argmax",
         "cross_entropy",
@@ -173,7 +173,7 @@ _HOME = {
         "topk",
     ),
     "axes.nn.shard_module": ("shard_module",),
-    "axes.nn.verification": ("verify",),
+    "axes.nn.verify": ("verify",),
     "axes.ops.collectives": (
         "all_gather",
         "all_to_all",

@@ -1,6 +1,6 @@
 """The names that packages around axes are built from, beside the public ones of `axes`.
 
-`axes.nn` is on its way to be such a package, that could be somebody else's; `tests/test_extension.py` has one.
+`axes.nn` is such a package, and imports nothing else of axes; `tests/test_extension.py` has one of somebody else's.
 
 | name | for |
 | --- | --- |
@@ -14,7 +14,7 @@
 | `agree` | ranks compare what they hold, before they rely on it |
 | `collective`, `Operation` | communication of one's own, which is checked and traced as that of axes |
 | `listen` | to hear of all communication |
-| `where` | the user's line, and the expression, that an operation comes from |
+| `within` | an expression around operations, which is compared and traced with them |
 | `dense` | tensors that code on shards can't take are refused |
 | `shown` | values and near names, as errors say them |
 """
@@ -38,7 +38,7 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops.request import ALONE
 from axes.runtime import agreement, torch_private, watching
-from axes.runtime.border import spec_around
+from axes.runtime.border import resolving, spec_around
 from axes.runtime.checkpoint import parts_of as boxes
 from axes.runtime.factories import Draw, draw_into, kept_at, normal_at, uniform_at
 from axes.runtime.groups import current_world, of_world
@@ -46,6 +46,7 @@ from axes.runtime.linear import count_writes as written
 from axes.runtime.linear import linear
 from axes.runtime.operation import Listener, Operation, as_plain, check_dense, check_transforms, collective, waited
 from axes.runtime.sharded import check_share, dtensor_of, read_shard, sharding_of, to_local, told_shapes
+from axes.runtime.watching import within
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -62,8 +63,8 @@ __all__ = [
     "local",
     "read",
     "shown",
-    "where",
     "whole",
+    "within",
     "written",
 ]
 
@@ -125,11 +126,14 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return waited(torch_private.local_of(x)) if isinstance(x, DTensor) else x
 
 
-def dtensor(shard: torch.Tensor, like: DTensor | Sharding, shape: Sequence[int] = ()) -> DTensor:
+def dtensor(
+    shard: torch.Tensor, like: DTensor | Sharding, shape: Sequence[int] = (), requires_grad: bool | None = None
+) -> DTensor:
     """The DTensor whose shard on this rank is `shard`; nothing is copied, sent or checked.
 
-    like: another DTensor, whose whole shape and placements it has; or a sharding, with the whole `shape`. Outside of
-    autograd: a map from shards to DTensors with a gradient is made by `linear`, or is `axes.from_local`.
+    like: another DTensor, whose whole shape and placements it has; or a sharding, with the whole `shape`.
+    requires_grad: makes it a `torch.nn.Parameter`, whose gradients are brought to its sharding as they arrive. Outside
+    of autograd: a map from shards to DTensors with a gradient is made by `linear`, or is `axes.from_local`.
 
     >>> import axes
     >>> with axes.simulate(2), axes.init_mesh("tp=2") as mesh:
@@ -137,9 +141,11 @@ def dtensor(shard: torch.Tensor, like: DTensor | Sharding, shape: Sequence[int] 
     '_@tp'
     """
     if isinstance(like, Sharding):
-        return dtensor_of(shard, like, shape)
-    spec = torch_private.spec_of(like)
-    return torch_private.dtensor(shard, spec_around(shard, spec.mesh, spec.placements, tuple(spec.shape)))
+        made = dtensor_of(shard, like, shape)
+    else:
+        spec = torch_private.spec_of(like)
+        made = torch_private.dtensor(shard, spec_around(shard, spec.mesh, spec.placements, tuple(spec.shape)))
+    return made if requires_grad is None else resolving(torch.nn.Parameter(made, requires_grad))  # type: ignore[arg-type]
 
 
 def dense(what: str, x: T) -> T:
@@ -252,11 +258,3 @@ def listen(before: Listener) -> Iterator[None]:
         yield
     finally:
         watching.listeners = tuple([each for each in watching.listeners if each is not before])
-
-
-def where() -> tuple[str, tuple[str, ...]]:
-    """The innermost line of the user's code that led here, and the expressions that run, the outermost first.
-
-    The line is `file:line in function`, or "" in a backward pass that has a thread of its own.
-    """
-    return watching.user_place(), watching.parts()

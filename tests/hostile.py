@@ -628,8 +628,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Embedding, called": Door(axes.nn.Embedding("b, v e -> b e", v=10, e=4), labels),
         "RMSNorm, called": Door(axes.nn.RMSNorm("b d", over="d", d=8), plain),
         "clip_grad_norm_": Door(axes.nn.clip_grad_norm_, Fresh(with_gradients), 1.0, 2.0, False, stages=(), copies=(), **ends),
-        "total_norm": Door(axes.nn.total_norm, [plain, plain], 2.0, stages=(), **ends),
-        "total_norm of DTensors": Door(axes.nn.total_norm, [x, rows, pending], 3.0),
         "local_optimizer": Door(stepped, torch.optim.SGD, Fresh(with_gradients), lr=0.1),
         "load_safetensors": Door(axes.nn.load_safetensors, Fresh(model), weights(), names={"up.weight": "up.weight"}, ignore=("*.inv",)),
     }  # fmt: skip

@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ('axes.rearrange("a b -> b a", L(2, 3))', "ExpressionError", "an expression is text; found Tensor. The tensor comes first, and the expression behind it"),
     ('axes.reduce(L(2, 3), "sum", "a b -> b")', "ShardingError", "reduce knows sum, mean, max, min, prod, any, all and functions; found 'a b -> b'; the expression comes before it"),
     ('axes.einsum(L(2, 3), L(3, 2), "a b, b c")', "ExpressionError", "einsum needs '->' and the result behind it\n  a b, b c\n         ^"),
-    ('axes.cross_entropy(L(2, 3), torch.zeros(2, dtype=torch.int64), "b v, b ->", smoothing=0.1)', "SizeError", "a size is given for 'smoothing', which is no option and isn't in the expression; known: v"),
+    ('axes.cross_entropy(L(2, 3), torch.zeros(2, dtype=torch.int64), "b v, b ->", smoothing=0.1)', "SizeError", "a size is given for 'smoothing', which is no option and isn't a dim that the function works over; known: v"),
     ('axes.rearrange(L(2, 3), "a b -> b a", comm_type=torch.bfloat16)', "SizeError", "the size of 'comm_type' is a whole number from 1 to 281474976710656; found torch.bfloat16, and there is no option 'comm_type'"),
     ('axes.shard(L(2, 4), "a b@tp", src_rank=0)', "SizeError", "a size is given for 'src_rank', which is no option and isn't in the spec; known: a, b"),
     ('axes.init_mesh("dp=2 tp=2", device="cpu")', "SizeError", "a size is given for 'device', which is no option and isn't in the expression; known: dp, tp"),

@@ -53,7 +53,7 @@ def of_somebody(rank: int) -> None:
     with ext.listen(lambda operation: heard.append(operation.kind)):
         y = Neighbours("a@tp b", "tp")(x)
     assert heard == ["neighbours"]
-    assert ext.where()[0].endswith(" in of_somebody")
+    assert ext.Operation.place()[0].endswith(" in of_somebody")
     start, stop = ((0, 3), (3, 6), (6, 7))[rank]
     before = w[start - 1 : start] if start else torch.zeros(1, 3)
     torch.testing.assert_close(y.detach(), torch.cat((before, w[start:stop])).detach())

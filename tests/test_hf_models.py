@@ -128,7 +128,7 @@ def written_back(name: str, folder: str) -> list[str]:
     trained(name, model, mesh, optimizer, range(1))
     if mesh.rank == 0:
         wanted.config.save_pretrained(f"{folder}/ours")
-    axes.nn.save_safetensors(model, f"{folder}/ours", file_bytes=30_000)
+    axes.nn.save_safetensors(model, f"{folder}/ours")
     found = type(wanted).from_pretrained(f"{folder}/ours", dtype=torch.float64)
     whole = {key: axes.unshard(x) if isinstance(x, DTensor) else x for key, x in model.named_parameters()}
     return [key for key, x in found.named_parameters() if not torch.equal(x, whole[key])] + [

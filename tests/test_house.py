@@ -121,15 +121,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "launching": {},
     "nn": {
-        "axes.algebra.logical": {"ambient_rules", "checked_rules"},
-        "axes.algebra.mesh": {"required_mesh"},
-        "axes.algebra.sizes": {"written_sizes"},
-        "axes.ops.module_regions": {"note_sharded", "region_call"},
-        "axes.runtime": {"torch_private"},
-        "axes.runtime.border": {"resolving"},
-        "axes.runtime.sharded": {"sharding_in_torch"},
-        "axes.runtime.watching": {"within"},
-        "axes.runtime.world": {"bound_to_job"},
+        "axes.runtime": {"torch_private"},  # names of torch alone, which the house keeps in one file
     },
     "pictures": {
         "axes.algebra.chunks": {
@@ -329,7 +321,7 @@ IMPORTED_LATE = {
         "axes.pictures.explain",
         "axes.pictures.lock",
     ],  # import torch, which no other verb waits for
-    "axes/nn/weight_files.py": ["safetensors"],  # an extra: who reads such files has installed it
+    "axes/nn/safetensors.py": ["safetensors"],  # an extra: who reads such files has installed it
     "axes/launching/launch.py": ["torch.cuda"],  # a launch on CPUs needs no torch in the launching process
     "axes/runtime/checkpoint.py": ["torch.distributed.checkpoint"],  # takes a second, and who saves has imported it
     "axes/runtime/torch_private.py": [

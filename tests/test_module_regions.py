@@ -386,7 +386,7 @@ def replaced() -> None:
             with torch.set_grad_enabled(grad):
                 said = error_of(functools.partial(model, x))
             assert (
-                f"'{name.strip()}' was sharded as 'a@tp b', and a plain tensor stands in its place, [4, 2], as load_st"
+                f"'{name.strip()}' was sharded as '_@tp _', and a plain tensor stands in its place, [4, 2], as load_st"
                 in said
             )
         assert "stands in its place" in error_of(lambda: torch.func.functional_call(made(), {"weight": plain}, (x,)))

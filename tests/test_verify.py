@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import axes
-from axes.nn.verification import _of_one
+from axes.nn.verify import _of_one
 from tests import verify_programs as programs
 from tests.common import case
 from tests.verify_models import program, tokens_and_labels

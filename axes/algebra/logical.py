@@ -159,6 +159,11 @@ class Rules:
         rows = zip(names, places, reasons, strict=True)
         return "\n".join(f"{name:<{widths[0]}}  {place:<{widths[1]}}  {why}".rstrip() for name, place, why in rows)
 
+    @staticmethod
+    def ambient(what: str, rules: Rules | None = None) -> Rules | None:
+        """The rules that are given, else those of `use_rules`, else None; `what` asks for them, as an error says."""
+        return ambient_rules() if rules is None else checked_rules(rules, what)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The logical names that the table is about, in its order."""

@@ -345,8 +345,30 @@ class Mesh(providers.Pictured):
             return self
         return self._with(namespace={**self.namespace, **further})
 
-    def sharding(self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Sharding:
+    @staticmethod
+    def ambient(what: str, mesh: Mesh | None = None) -> Mesh:
+        """The mesh that is given, else the ambient one; `MeshError`, which names `what` needs it, where there is none.
+
+        Examples:
+            >>> with Mesh("dp=2 tp=4"):
+            ...     Mesh.ambient("the trainer").shape
+            {'dp': 2, 'tp': 4}
+        """
+        return required_mesh(mesh, what)
+
+    def sharding(
+        self,
+        spec: str,
+        shape: Sequence[int] | None = None,
+        /,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        **keywords: int,
+    ) -> Sharding:
         """How a tensor is sharded on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
+
+        With a `shape` it is that of a DTensor: the spec may have `...`, groups have the sizes of the tensor, and where
+        DTensor would cut it otherwise, a `ShardingError` says so.
 
         `sizes` and keywords are the sizes of factors of grouped dims, where they can't be left open.
         Raises `MeshError` for an axis that the mesh doesn't have, `ShardingError` for one that is used twice.
@@ -355,7 +377,11 @@ class Mesh(providers.Pictured):
             >>> Mesh("dp=2 tp=4").sharding("b@dp (h@tp d)", h=8).local_shape((4, 64))
             (2, 16)
         """
-        return parsed_sharding(self, spec, written_sizes(keywords, sizes))
+        given = written_sizes(keywords, sizes)
+        if shape is None:
+            return parsed_sharding(self, spec, given)
+        found: Sharding = providers.module("runtime", "mesh.sharding").sharding_in_torch(self, spec, shape, given)
+        return found
 
     # the running job
 

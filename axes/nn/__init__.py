@@ -7,8 +7,8 @@ norm = axes.nn.clip_grad_norm_(model.parameters(), 1.0)
 
 from __future__ import annotations
 
-from axes.nn.clip_grad_norm import clip_grad_norm_, total_norm
-from axes.nn.dropping import Dropout, dropout, sample
+from axes.nn.clip_grad_norm import clip_grad_norm_
+from axes.nn.dropout import Dropout, dropout, sample
 from axes.nn.functions import (
     argmax,
     cross_entropy,
@@ -22,9 +22,9 @@ from axes.nn.functions import (
     topk,
 )
 from axes.nn.layers import Einsum, Embedding, LayerNorm, RMSNorm
-from axes.nn.optimizers import local_optimizer
-from axes.nn.verification import verify
-from axes.nn.weight_files import load_safetensors, save_safetensors
+from axes.nn.local_optimizer import local_optimizer
+from axes.nn.safetensors import load_safetensors, save_safetensors
+from axes.nn.verify import verify
 
 __all__ = [
     "Dropout",
@@ -48,7 +48,6 @@ __all__ = [
     "save_safetensors",
     "softmax",
     "topk",
-    "total_norm",
     "verify",
 ]
 

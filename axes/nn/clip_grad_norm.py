@@ -36,15 +36,14 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import AxesError, MeshError, ShardingError
 from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh, required_mesh
+from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
-from axes.extension import dense, local, shown
+from axes.extension import local, shown, within
 from axes.nn.options import number
 from axes.ops.collectives import pmax, psum
 from axes.ops.reshard import reshard
 from axes.runtime import torch_private
 from axes.runtime.sharded import sharding_of
-from axes.runtime.watching import within
 
 Tensors: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 Axis: TypeAlias = tuple[Any, Layout]
@@ -59,43 +58,6 @@ _KIND = "the norm of gradients"
 
 class NonFiniteNormError(AxesError, RuntimeError):
     """A norm that is NaN or infinite, where the caller asked for an error."""
-
-
-@torch.no_grad()
-def total_norm(
-    tensors: Tensors, norm_type: float = 2.0, *, stages: AxisName = (), mesh: Mesh | None = None
-) -> torch.Tensor:
-    """The norm of tensors as if all their elements were in one vector; each element is counted once. Like
-    `torch.nn.utils.get_total_norm`.
-
-    Args:
-        tensors: DTensors on any meshes, and plain tensors, which are equal on all ranks. All ranks pass the same
-            list. For parameters of which some lack a gradient, write `clip_grad_norm_(parameters, math.inf)`.
-        norm_type: Any p above 0, or `math.inf` for the largest absolute value.
-        stages: As in `clip_grad_norm_`.
-        mesh: As in `clip_grad_norm_`.
-
-    Returns:
-        A plain tensor without dims, the same on every rank: float64 if one of the tensors is, else float32.
-
-    Raises:
-        ShardingError: `norm_type` isn't above 0, or an element isn't a tensor.
-        MeshError: The mesh lacks the stages.
-
-    Examples:
-        >>> import axes
-        >>> with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu") as mesh:
-        ...     total_norm([axes.shard(torch.tensor([3.0, 4.0]), "n@dp"), torch.full((3,), -4.0)], norm_type=1)
-        tensor(19.)
-    """
-    order = float(number("norm_type is a number above 0, or math.inf", norm_type, 5e-324))
-    axes = _stage_axes(stages, mesh)
-    every = distinct(tensors, "axes.nn.total_norm")
-    for tensor in every:
-        dense("axes.nn.total_norm", tensor)
-    settled = [_sharded_as(tensor, tensor) if isinstance(tensor, DTensor) else tensor for tensor in every]
-    parts = [(tensor, local(tensor)) for tensor in settled]
-    return within(_KIND, f"of order {order}", _norm, parts, order, axes)
 
 
 @torch.no_grad()
@@ -128,7 +90,8 @@ def clip_grad_norm_(
         mesh: Where `stages` is looked up, by default the ambient mesh.
 
     Returns:
-        The norm before scaling, as `total_norm` returns it.
+        The norm before scaling: a plain tensor without dims, the same on every rank, in float64 if one of the
+        parameters is, else in float32.
 
     Raises:
         NonFiniteNormError: A `RuntimeError`, with `error_if_nonfinite`.
@@ -177,8 +140,7 @@ def distinct(tensors: torch.Tensor | Iterable[torch.Tensor], function: str) -> l
 
     Raises `ShardingError` for what is no tensor; `function` is the name that the error gives to the caller.
     """
-    found = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    found = list(found) if isinstance(found, Iterable) else [found]
+    found = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, torch.Tensor) else [tensors]
     for tensor in found:
         if not isinstance(tensor, torch.Tensor):
             raise ShardingError(f"{function} takes tensors, like module.parameters(); found {type(tensor).__name__}")
@@ -203,13 +165,8 @@ def settled_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         )
     if gradient.placements != parameter.placements or gradient.device_mesh != parameter.device_mesh:
         with torch.no_grad():
-            parameter.grad = _sharded_as(gradient, parameter)
+            parameter.grad = reshard(gradient, replace(sharding_of(parameter), pending=()))
     return parameter.grad
-
-
-def _sharded_as(x: DTensor, like: DTensor) -> DTensor:
-    """A DTensor in the sharding of another one, nothing pending."""
-    return reshard(x, replace(sharding_of(like), pending=()))
 
 
 # --- the norm
@@ -222,7 +179,7 @@ def _stage_axes(stages: AxisName, mesh: Mesh | None) -> dict[Axis, Mesh]:
         raise MeshError(f"stages is the name of an axis, or several; found {shown(stages)}")
     if not names and mesh is None:
         return {}
-    where = required_mesh(mesh, "axes.nn.clip_grad_norm_(stages=...)")
+    where = Mesh.ambient("axes.nn.clip_grad_norm_(stages=...)", mesh)
     layouts = [where.layout(name) for name in names]
     Layout.product(*layouts)  # refuses axes that share ranks
     return {(where.universe, layout): where for layout in layouts if layout.size > 1}
@@ -243,12 +200,13 @@ def _is_of_one_stage(sharding: Sharding | None, stages: Collection[Axis]) -> boo
     return not any(has)
 
 
-Parts: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-"""Tensors that say where their elements are, with this rank's elements: None where they are missing."""
+def _norm(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], order: float, stages: Mapping[Axis, Mesh]
+) -> torch.Tensor:
+    """The norm of all parts: the same collectives on every rank that has the same tensors.
 
-
-def _norm(parts: Parts, order: float, stages: Mapping[Axis, Mesh]) -> torch.Tensor:
-    """The norm of all parts: the same collectives on every rank that has the same tensors."""
+    parts: tensors that say where their elements are, with this rank's elements: None where they are missing.
+    """
     # Parts that are reduced over the same axes are one sum: of powers, or for an infinite order a maximum.
     sums: dict[tuple[frozenset[Axis], bool], list[torch.Tensor]] = {}
     meshes: dict[Axis, Mesh] = {}

@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError
+from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError
 from axes.algebra.mesh import Mesh, use_mesh
 from axes.extension import dense, read, shown
 from axes.nn.options import checked_sizes, number
@@ -46,7 +46,6 @@ from axes.ops.shard_map import shard_map
 T = TypeVar("T", bound=torch.Tensor)
 Read = TypeVar("Read", bound=Callable[..., Any])
 Axes = tuple[str, ...]
-Local = Callable[..., torch.Tensor]
 Specs = tuple[Any, Any, Any]
 """What `axes.extension.read` gives of two operands and a result."""
 
@@ -356,13 +355,13 @@ def embedding(
         >>> embedding(torch.tensor([2, 0]), torch.eye(3), "s, v d -> s d").tolist()
         [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
-    form = _table_form(expression)
+    left, middle, right, rows = _table_form(expression)
     check_integers("embedding", "ids", ids)
     check_floats("embedding", table)
-    (whole,) = _wholes((form.rows,), table, sizes)
-    local = functools.partial(_embedding, form.rows, whole, padding_idx)
-    found = _applied("embedding", local, f"{form.left} -> {form.middle}", (ids, table), mesh)
-    return found if form.middle == form.right else rearrange(found, f"{form.middle} -> {form.right}", mesh=mesh)
+    (whole,) = _wholes((rows,), table, sizes)
+    local = functools.partial(_embedding, rows, whole, padding_idx)
+    found = _applied("embedding", local, f"{left} -> {middle}", (ids, table), mesh)
+    return found if middle == right else rearrange(found, f"{middle} -> {right}", mesh=mesh)
 
 
 def checked_padding(padding_idx: int, rows: int) -> int:
@@ -524,22 +523,14 @@ def _at(op: str, axes: Sequence[str]) -> str:
     return f"{op}@({' '.join(axes)})" if axes else ""
 
 
-class _Table(NamedTuple):
-    """An expression of an embedding: where the rows are, and what a look-up gives before its sum."""
-
-    left: str
-    middle: str
-    right: str
-    rows: Worked
-
-
 def rows_of_table(expression: str) -> int:
     """The dim of the table that is looked up in, of the expression of an embedding."""
-    return _table_form(expression).rows.dim
+    return int(_table_form(expression)[-1].dim)
 
 
 @_read_once
-def _table_form(expression: str) -> _Table:
+def _table_form(expression: str) -> tuple[str, str, str, Worked]:
+    """Of the expression of an embedding: its left side, what a look-up gives before its sum, the result, the rows."""
     ids, table, result = _three_named("embedding", expression, "ids, table -> rows")
     known, columns, wanted = ([_name(dim) for dim in spec.dims] for spec in (ids, table, result))
     missing = [str(name) for name in columns if name not in wanted]
@@ -550,7 +541,7 @@ def _table_form(expression: str) -> _Table:
     dims = map(str, (*ids.dims, *(dim for dim in table.dims if _name(dim) != rows.name)))
     place = rows.axes[0] if len(rows.axes) == 1 else f"({' '.join(rows.axes)})"
     middle = " ".join([*dims, *([f"| sum@{place}"] if rows.axes else [])])
-    return _Table(f"{ids}, {form.spec}", middle, str(result), rows)
+    return f"{ids}, {form.spec}", middle, str(result), rows
 
 
 def three_specs(what: str, expression: str, shape: str) -> Specs:
@@ -580,7 +571,7 @@ def _wrong(expression: str, message: str) -> NoReturn:
 
 
 def _applied(
-    what: str, local: Local, expression: str, tensors: Sequence[torch.Tensor], mesh: Mesh | None
+    what: str, local: Callable[..., torch.Tensor], expression: str, tensors: Sequence[torch.Tensor], mesh: Mesh | None
 ) -> torch.Tensor:
     """The function on DTensors as a region, on plain tensors as it is."""
     x = tensors[what == "embedding"]
@@ -588,11 +579,22 @@ def _applied(
     if _is_widened(what, x.dtype, x.device.type):
         tensors = [x.float() if x.is_floating_point() else x for x in tensors]
     if any(isinstance(x, DTensor) for x in tensors):
-        return shard_map(local, expression, mesh)(*tensors)
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else _about(what):
+            return shard_map(local, expression, mesh)(*tensors)
     tensors = [dense(f"axes.{what}", x) for x in tensors]
-    _check_shapes(what, expression, tensors)
+    _check_shapes(what, expression.replace("@()", ""), tensors)
     with use_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         return local(*tensors)
+
+
+@contextlib.contextmanager
+def _about(what: str) -> Iterator[None]:
+    """Errors of a region say the function that the user has called, and of unsplit dims no more than the user has."""
+    try:
+        yield
+    except AxesError as error:
+        error.args = (str(error).replace("shard_map", f"axes.{what}").replace("@()", ""), *error.args[1:])
+        raise
 
 
 @torch.compiler.assume_constant_result
@@ -612,10 +614,8 @@ def _check_shapes(what: str, expression: str, tensors: Sequence[torch.Tensor]) -
     """Refuses plain tensors that don't have the dims of their specs, or have a name in two sizes."""
     found: dict[str, int] = {}
     for x, (spec, names) in zip(tensors, _operands(expression), strict=True):
-        named = names
-        if "..." in names:
-            at = names.index("...")
-            named = (*names[:at], *[None] * (x.ndim - len(names) + 1), *names[at + 1 :])
+        at = names.index("...") if "..." in names else len(names)
+        named = (*names[:at], *[None] * (x.ndim - len(names) + 1) * ("..." in names), *names[at + 1 :])
         if len(named) != x.ndim:
             dims = len(names) - ("..." in names)
             raise ShardingError(f"{what}: the spec '{spec}' has {dims} dims, the tensor {x.ndim}: {list(x.shape)}")
@@ -634,12 +634,15 @@ def check_floats(what: str, x: torch.Tensor) -> None:
 def check_integers(what: str, which: str, x: torch.Tensor) -> None:
     """`ShardingError` for what is no tensor of whole numbers."""
     if not isinstance(x, torch.Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ShardingError(f"{what}: {which} are whole numbers; found {found}")
+        raise ShardingError(f"{what}: {which} are whole numbers; found {getattr(x, 'dtype', type(x).__name__)}")
 
 
 def _normed(
-    what: str, local: Local, form: _Form, tensors: Sequence[torch.Tensor | None], mesh: Mesh | None
+    what: str,
+    local: Callable[..., torch.Tensor],
+    form: _Form,
+    tensors: Sequence[torch.Tensor | None],
+    mesh: Mesh | None,
 ) -> torch.Tensor:
     given = [x for x in tensors if x is not None]
     left = ", ".join([form.spec, *[form.parameter] * (len(given) - 1)])
@@ -659,7 +662,7 @@ def _of_one_dim(what: str, spec: str, over: str, x: torch.Tensor, sizes: Mapping
 def _wholes(worked: Sequence[Worked], x: torch.Tensor, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
     """The whole sizes of dims, None where a plain tensor leaves them open."""
     names = [each.name for each in worked]
-    given = checked_sizes(sizes, names)
+    given = checked_sizes(sizes, names, "isn't a dim that the function works over")
     if isinstance(x, DTensor):  # what has other dims than its spec is refused later
         return tuple([x.shape[each.dim] if -x.ndim <= each.dim < x.ndim else None for each in worked])
     return tuple([given.get(name) for name in names])
@@ -728,7 +731,8 @@ def _argmax(worked: Worked, whole: int | None, x: torch.Tensor) -> torch.Tensor:
 
 def _topk(worked: Worked, whole: int | None, k: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     start, size = _part(worked, x, whole)
-    if k > int(size):
+    is_known = isinstance(size, int) or not (torch.compiler.is_compiling() or x.is_meta)
+    if is_known and k > int(size):
         raise SizeError(f"topk: '{worked.name}' has {int(size)} elements, and k is {k}")
     values, places = x.movedim(worked.dim, -1).topk(min(k, x.shape[worked.dim]), -1)
     places = places + start

@@ -26,7 +26,7 @@ import torch
 
 from axes.algebra.errors import ShardingError, SizeError
 from axes.extension import read, shown
-from axes.nn.annotations import annotate
+from axes.nn.annotate import annotate
 from axes.nn.functions import (
     Over,
     checked_padding,
@@ -157,16 +157,18 @@ class Embedding(Named):
         Raises `ShardingError` for a subclass, which may do more than look up rows, and for options that
         `axes.embedding` doesn't have.
         """
-        kind = type(module)
-        if kind is not torch.nn.Embedding:
+        if (
+            type(module) is not torch.nn.Embedding
+            or module.max_norm is not None
+            or module.scale_grad_by_freq
+            or module.sparse
+        ):
             raise ShardingError(
-                f"Embedding.from_module takes a torch.nn.Embedding; found {kind.__name__}, whose forward may do more "
-                "than look up rows. Leave it in place: split its table along the other dim, like 'v d@tp', and gather "
-                'what it gives: register_forward_hook(lambda module, _, y: axes.all_gather(y, "tp", dim=-1))'
+                f"Embedding.from_module takes a torch.nn.Embedding without further options; found {module}, whose "
+                "forward may do more than look up rows. Leave it in place: split its table along the other dim, like "
+                "'v d@tp', and gather what it gives: "
+                'register_forward_hook(lambda module, _, y: axes.all_gather(y, "tp", dim=-1))'
             )
-        for option, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
-            if getattr(module, option) != off:
-                raise ShardingError(f"axes.nn.Embedding has no {option}; found {option}={getattr(module, option)}")
         _, table, _ = three_specs("Embedding", expression, "ids, table -> rows")
         weight, names = module.weight, [str(dim.factors[0].name) for dim in table.dims]
         sizes = dict(zip(names, weight.shape, strict=False))

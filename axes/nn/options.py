@@ -24,20 +24,16 @@ def number(what: str, value: Any, least: float, most: float = math.inf, whole: b
     return value
 
 
-def checked_sizes(
-    sizes: Mapping[str, int], known: Collection[str] | None = None, where: str = "the expression"
-) -> dict[str, int]:
-    """Sizes of names; `SizeError` for what is no whole number from 1, or no name of those that may have one."""
+def checked_sizes(sizes: Mapping[str, int], known: Collection[str] | None = None, why: str = "") -> dict[str, int]:
+    """Sizes of names; `SizeError` for what is no whole number from 1, or no `known` name, with the reason."""
     found: dict[str, int] = {}
     for name, size in sizes.items():
         if known is not None and name not in known:
-            near = ", ".join(known)
-            raise SizeError(f"a size is given for '{name}', which is no option and isn't in {where}; known: {near}")
+            raise SizeError(f"a size is given for '{name}', which is no option and {why}; known: {', '.join(known)}")
         try:
-            whole = 0 if isinstance(size, bool) else operator.index(size)
+            found[name] = operator.index(size)
         except TypeError:
-            whole = 0
-        if whole < 1:
+            found[name] = 0
+        if found[name] < 1 or isinstance(size, bool):
             raise SizeError(f"the size of '{name}' is a whole number from 1; found {shown(size)}")
-        found[name] = whole
     return found

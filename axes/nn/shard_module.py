@@ -18,18 +18,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import AxesError, ShardingError
-from axes.algebra.logical import Rules, ambient_rules, checked_rules
-from axes.algebra.mesh import Mesh, required_mesh
+from axes.algebra.logical import Rules
+from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
 from axes.extension import dtensor, read
-from axes.nn.annotations import annotated, checked_specs
+from axes.nn.annotate import annotated, checked_specs
 from axes.nn.deferred import made_by_initializers
 from axes.nn.module_tensors import by_tensor, fill, tensors_of
 from axes.nn.options import checked_sizes
 from axes.ops.collectives import all_gather
-from axes.ops.module_regions import note_sharded
-from axes.runtime.border import resolving
-from axes.runtime.sharded import sharding_in_torch
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -100,7 +97,7 @@ def shard_module(
     if not isinstance(module, torch.nn.Module):
         raise ShardingError(f"axes.shard_module takes a module; found {type(module).__name__}")
     meshes = _meshes(mesh)
-    rules = ambient_rules() if rules is None else checked_rules(rules, "axes.shard_module")
+    rules = Rules.ambient("axes.shard_module", rules)
     given = {**keywords, **(sizes or {})}
     specs = {} if specs is None else checked_specs("specs map patterns of names to specs", specs, "{'*.weight': 'f d'}")
     entries = _entries(module, specs, meshes, rules, given)
@@ -113,14 +110,10 @@ def shard_module(
     others: dict[str, torch.Tensor] = {}
     for entry in entries:
         made = _made(entry)
-        # A buffer that every rank has whole may be a plain one as well.
-        noted = isinstance(made, torch.nn.Parameter) or bool(entry.sharding.used)
         for path, _, own in (name.rpartition(".") for name in entry.names):
             owner = module.get_submodule(path)
             places: dict[str, Any] = owner._parameters if own in owner._parameters else owner._buffers
             places[own] = made
-            if noted:
-                note_sharded(owner, own, str(entry.sharding.spec))
         (deferred if entry.tensor.is_meta else others)[entry.names[0]] = made
     if deferred:
         seeds = _seeds(meshes.values())
@@ -132,7 +125,7 @@ def shard_module(
 def _meshes(mesh: Mesh | Mapping[str, Mesh] | None) -> dict[str, Mesh]:
     """The mesh of each pattern of names; one mesh is that of all names."""
     meshes = mesh if isinstance(mesh, Mapping) else {_OTHERS: mesh}
-    return {pattern: required_mesh(each, "axes.shard_module") for pattern, each in meshes.items()}
+    return {pattern: Mesh.ambient("axes.shard_module", each) for pattern, each in meshes.items()}
 
 
 def _seeds(meshes: Iterable[Mesh]) -> dict[Mesh, int]:
@@ -180,14 +173,12 @@ def _entries(
         without_mesh += "" if homes else described
         if said and homes:
             found.append(_placed(names, tensor, said, homes, rules, sizes))
-    if without_mesh:
+    if without_mesh or uncovered:
+        kind, others = ("pattern of mesh=", "mesh") if without_mesh else ("pattern or annotation", "'...'")
         raise ShardingError(
-            f"no pattern of mesh= is about\n{without_mesh}name them, or say where all others are: {{..., '*': mesh}}"
-        )
-    if uncovered:
-        raise ShardingError(
-            f"no pattern or annotation is about\n{uncovered}"
-            "name them, or say of all others that they are whole on every rank: {..., '*': '...'}"
+            f"no {kind} is about\n{without_mesh or uncovered}name them, or say of all others "
+            + ("where they are" if without_mesh else "that they are whole on every rank")
+            + f": {{..., '*': {others}}}"
         )
     for patterns, firsts in ((specs, spec_of), (meshes, mesh_of)):
         idle = [pattern for pattern in patterns if pattern != _OTHERS and pattern not in firsts.values()]
@@ -195,7 +186,7 @@ def _entries(
             raise ShardingError(
                 f"these patterns never apply: {', '.join(map(repr, idle))}\nthe first that matches a name applies, so "
                 "put a pattern before the wider ones, and leave out one that matches no parameter or buffer; names are "
-                f"{', '.join(every[:8])}{' ...' if len(every) > 8 else ''}"
+                f"{', '.join(name for name, _ in named[:8])}{' ...' if len(named) > 8 else ''}"
             )
     names_of_dims = sorted({name for each in found for name in _names(each.logical)})
     for rule in rules.rules if rules is not None and rules.strict else ():
@@ -204,7 +195,7 @@ def _entries(
                 f"the rule {rule} is strict, and about no dim of a parameter; found {', '.join(names_of_dims)}. Rules "
                 "for activations are a table of their own"
             )
-    checked_sizes(sizes, names_of_dims, "any spec")
+    checked_sizes(sizes, names_of_dims, "isn't in any spec")
     return found
 
 
@@ -237,7 +228,7 @@ def _placed(
         try:
             mine = {each: size for each, size in sizes.items() if each in _names(spec)}
             text = spec if rules is None else rules.spec(spec, mesh, shape, sizes=mine)
-            sharding = sharding_in_torch(mesh, text, shape, tuple(sorted(mine.items())))
+            sharding = mesh.sharding(text, shape, sizes=mine)
             if sharding.pending:
                 raise ShardingError(f"a parameter has nothing pending; found '{sharding}'")
         except AxesError as error:
@@ -256,14 +247,13 @@ def _made(entry: _Placed) -> torch.Tensor:
     tensor, sharding = entry.tensor, entry.sharding
     shape, is_member = tuple(tensor.shape), sharding.mesh.coordinate is not None
     device_type, local_shape = sharding.mesh.device_mesh.device_type, sharding.local_shape(shape) if is_member else (0,)
-    made = dtensor(torch.empty(local_shape, dtype=tensor.dtype, device=device_type), sharding, shape)
+    requires_grad = tensor.requires_grad if isinstance(tensor, torch.nn.Parameter) else None
+    made = dtensor(torch.empty(local_shape, dtype=tensor.dtype, device=device_type), sharding, shape, requires_grad)
     if not tensor.is_meta:
         fill(made, tensor.detach())
-    if not isinstance(tensor, torch.nn.Parameter):
-        return made
-    parameter = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)
-    return resolving(parameter)  # type: ignore[arg-type]
+    if requires_grad is not None:
+        made.__dict__.update(tensor.__dict__)
+    return made
 
 
 def _table(entries: Sequence[_Placed], meshes: Mapping[str, Mesh]) -> str:

@@ -112,6 +112,9 @@ class _World:
                     text = "there, though one device has none" if held else "missing: no rank has one"
                     yield Mismatch("shape", text, name=name, what=what)
                 continue
+            found, wanted = held.first.local.dtype, whole.local.dtype
+            if kind == "outputs" and found != wanted:
+                yield Mismatch("shape", f"of {found} where it should be {wanted}", name=name, what=what)
             tolerance, among = self.tolerance(kind, whole.local), None
             if held.is_plain and kind in ("gradients", "stepped"):
                 among = self.layouts.get(name)  # they lie as the parameter's value does

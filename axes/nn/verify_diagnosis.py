@@ -283,6 +283,7 @@ def diagnosed(
                 times = 1 + round(factor_between(x - y, own, tolerance) or 0)
                 if times != 1 and tolerance.close(x, y + (times - 1) * own):
                     text = f"right but that {name} is added {times} times" if times else f"without {name}"
+                    text = f"pending over {words(over)} (its sum is {text})" if over else text
                     return Mismatch("summed" if over else "added", text, over or _only_axis(held, times), times)
     if not pairs:
         shapes = sorted({tuple(p.local.shape) if p.shape is None else p.shape for p in held.pieces.values()})

@@ -32,11 +32,10 @@ from axes.algebra.mesh import Mesh
 from axes.extension import dtensor, local, read
 from axes.nn.shard_module import shard_module
 from axes.nn.verify_diagnosis import TRUTH, Piece, elements_at, is_rounded
-from axes.ops.module_regions import region_call
 from axes.runtime import torch_private
 from axes.runtime.groups import destroy_process_groups
 from axes.runtime.sharded import shard, sharding_of
-from axes.runtime.world import bound_to_job, init_mesh
+from axes.runtime.world import init_mesh
 
 _HOOKS = 1_000_000
 """A module that comes from another process has hooks under that one's numbers, which new hooks mustn't get here."""
@@ -88,7 +87,7 @@ def observe(job: Job) -> Observed:
     RemovableHandle.next_id += _HOOKS
     if job.double:
         torch.set_default_dtype(torch.float64)
-    with init_mesh("ranks", device_type="cpu"), bound_to_job(job.mesh, "cpu") as mesh:
+    with init_mesh(job.mesh, device_type="cpu") as mesh:
         seen = _run(job, mesh)
     destroy_process_groups()
     return seen
@@ -129,7 +128,7 @@ def _run(job: Job, mesh: Mesh) -> Observed:
 def _inputs_on(job: Job, mesh: Mesh) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
     """The inputs that this rank may change and differentiate, and those with gradients; of a module that is sharded
     DTensors, as its region declares them, else whole on every rank."""
-    call = region_call(job.program)
+    call = getattr(getattr(job.program, "forward", None), "region", None)
     text = "" if call is None else call.named.of_call(call.expression, job.inputs, {})
     specs = iter([str(replace(spec, pending=None)) for spec in read(text).operands] if text else [])
     leaves, places = dict[str, torch.Tensor](), itertools.count()

@@ -151,10 +151,12 @@ def region_of_module(module: M, call: RegionCall, run: Callable[..., Any]) -> M:
     shared = _Shared()
     for inner in module.modules():
         inner.__dict__.setdefault(_STATE, _State(shared)).shared = shared
+        _note_sharded(inner)
     module.__dict__[_STATE].call = call
     # Who asks for the signature, as transformers does before it generates, finds that of the module's own.
     own, forward = module.forward, functools.partial(_forward, run, module, module.forward)
     module.forward = functools.update_wrapper(forward, own, updated=())
+    module.forward.region = call
     return module
 
 
@@ -183,12 +185,6 @@ _NUMBERING, _HOOK_NUMBER = threading.Lock(), 2**48
 """Hooks of every module get the same numbers, more than any other hook's: dynamo guards on them, and equal layers are
 to share a graph.
 """
-
-
-def region_call(module: object) -> RegionCall | None:
-    """What `shard_map` was told of a module; None of anything that is no region."""
-    state = _state(module) if isinstance(module, torch.nn.Module) else None
-    return None if state is None else state.call
 
 
 @torch.compiler.disable(reason="a module region puts shards in its parameters' places; compile the modules inside it")
@@ -304,13 +300,16 @@ def _not_summed(mesh: Mesh, same: tuple[Layout, ...], *device_meshes: Any) -> tu
     return tuple([name for name, layout in mesh.axes.items() if not digits.issuperset(found.get(layout, layout))])
 
 
-def note_sharded(holder: torch.nn.Module, name: str, spec: str) -> None:
-    """Note that a parameter or buffer of a module was sharded, as a region asks when it runs.
+def _note_sharded(holder: torch.nn.Module) -> None:
+    """Note which parameters and buffers of a module are sharded, as a region asks when it runs.
 
-    `load_state_dict(assign=True)`, an assignment and `functional_call` put other tensors in its place. `fully_shard`
-    does, too, and a region around this one; these are right.
+    `load_state_dict(assign=True)`, an assignment and `functional_call` put other tensors in their places.
+    `fully_shard` does, too, and a region around this one; these are right. A buffer that every rank has whole may be
+    plain as well.
     """
-    holder.__dict__.setdefault(_SHARDED, {})[name] = spec
+    for name, x in (holder._parameters | holder._buffers).items():
+        if isinstance(x, DTensor) and (name in holder._parameters or not all(p.is_replicate() for p in x.placements)):
+            holder.__dict__.setdefault(_SHARDED, {})[name] = sharding_of_spec(torch_private.spec_of(x)).spec
 
 
 def _replaced(module: torch.nn.Module, holder: torch.nn.Module, name: str, x: torch.Tensor) -> ShardingError:

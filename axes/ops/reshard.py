@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra import providers
 from axes.algebra.errors import ExpressionError, ShardingError, shortened, shown, suggestion
 from axes.algebra.expressions.reading import read
-from axes.algebra.logical import Rules, ambient_rules, checked_rules
+from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
@@ -189,10 +189,9 @@ def constrain(x: DTensor, spec: str, /, mesh: Mesh | None = None, rules: Rules |
         raise ShardingError(
             f"axes.constrain takes a DTensor; found {type(x).__name__}. Inside a region a shard stays as it is"
         )
-    rules = rules if rules is not None else ambient_rules()
+    rules = Rules.ambient("axes.constrain", rules)
     if rules is None:
         raise ShardingError(f"axes.constrain(x, '{spec}') needs rules: pass rules=, or write it inside axes.use_rules")
-    checked_rules(rules, "axes.constrain")
     shape = tuple(map(operator.index, x.shape))
     where = mesh if mesh is not None else sharding_of(x).mesh
     return reshard(x, spec_by_rules(rules, spec, where, shape, tuple(sizes.items())), mesh=mesh, sizes=sizes)

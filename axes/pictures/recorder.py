@@ -29,7 +29,7 @@ from axes.algebra.errors import AxesError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh
 from axes.algebra.plan import bytes_text, model_of
-from axes.extension import Operation, listen, where
+from axes.extension import Operation, listen
 from axes.pictures.rank_text import time_text
 from axes.pictures.sent import sent_section
 from axes.runtime import torch_private
@@ -74,7 +74,7 @@ class StepRecorder(torch_private.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = torch_private.next_node_number() - 1
         if made > next(reversed(self._spots)):
-            self._spots[made] = _Spot(self._module(), *where())
+            self._spots[made] = _Spot(self._module(), *Operation.place())
         if (number := torch_private.running_node_number()) is not None:
             self._running = number
         if any(issubclass(kind, DTensor) for kind in types):
@@ -164,7 +164,7 @@ class StepRecorder(torch_private.DispatchMode):
     def _what(self, sent: _Sent, caller: _Caller, spot: _Spot) -> str:
         """The expression, the operation, or the rank at the other end that a collective is of."""
         if caller.by == "axes":
-            now = where()[1]
+            now = Operation.place()[1]
             if now and not now[-1].startswith("shard_map"):
                 return now[-1]
             return f"gradient of {spot.parts[-1]}" if spot.parts and not now else self._said

@@ -10,6 +10,7 @@ from axes.runtime.device_mesh import device_mesh, from_device_mesh
 from axes.runtime.groups import abort_groups as abort
 from axes.runtime.groups import create_groups, current_world
 from axes.runtime.groups import group_of as group
+from axes.runtime.sharded import sharding_in_torch
 from axes.runtime.torch_placements import torch_placements as placements
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "group",
     "placements",
     "rank",
+    "sharding_in_torch",
 ]
 
 

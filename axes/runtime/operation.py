@@ -61,6 +61,14 @@ class Operation:
     receives: Sequence[int] = ()
     mesh: Any = None
 
+    @staticmethod
+    def place() -> tuple[str, tuple[str, ...]]:
+        """The innermost line of the user's code that led here, and the expressions that run, the outermost first.
+
+        The line is `file:line in function`, or "" in a backward pass that has a thread of its own.
+        """
+        return watching.user_place(), watching.parts()
+
 
 Listener = Callable[[Operation], Callable[[], None] | None]
 """Who hears of an operation, before ranks communicate; it gives what to call when that has returned, if anything."""

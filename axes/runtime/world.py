@@ -81,7 +81,7 @@ class Binding:
 
 
 def init_mesh(
-    declaration: str,
+    declaration: str | Mesh,
     /,
     *equations: str,
     device_type: str | None = None,
@@ -99,7 +99,7 @@ def init_mesh(
 
     Args:
         declaration: The axes, slowest first: `"pp dp=2 tp"`. A size that is left out follows from the number of
-            ranks.
+            ranks. Or a mesh of the algebra, which is bound as it is.
         *equations: Further names for the same ranks: `"fsdp = dp cp"`, `"(dp cp) = rows cols"`.
         device_type: `"cuda"`, `"cpu"`, ...; by default the current accelerator, or "cpu" where there is none.
         ranks: Global ranks in the order of the mesh, by default the whole world. A rank that isn't among them gets a
@@ -131,12 +131,17 @@ def init_mesh(
     world = current_world()
     universe = Universe(range(world.size))
     try:
+        ranks = declaration.universe.ranks if isinstance(declaration, Mesh) else ranks
         universe = universe if ranks is None else _checked_universe(ranks, world)
         waits, device = _device(device_type, timeout, world.rank)
         per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
         try:
-            algebra = Mesh(
-                declaration, *equations, ranks=universe.ranks, ranks_per_node=per_node, sizes=sizes, **keywords
+            algebra = (
+                declaration.define(*equations, sizes=sizes, **keywords)
+                if isinstance(declaration, Mesh)
+                else Mesh(
+                    declaration, *equations, ranks=universe.ranks, ranks_per_node=per_node, sizes=sizes, **keywords
+                )
             )
         except SizeError as error:
             raise SizeError(f"{error}\n{_START_AS_MANY.format(world.size)}") from None

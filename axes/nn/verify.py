@@ -22,14 +22,12 @@ from torch.nn.parameter import is_lazy
 
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
 from axes.algebra.logical import Rules
-from axes.algebra.mesh import Mesh, required_mesh
-from axes.algebra.sizes import written_sizes
+from axes.algebra.mesh import Mesh
 from axes.extension import shown
 from axes.launching.launch import launch
 from axes.nn.verify_compare import judged
 from axes.nn.verify_diagnosis import Mismatch, words
 from axes.nn.verify_run import Job, Observed, named_tensors, observe
-from axes.ops.module_regions import region_call
 
 MOST_RANKS = 8
 """As many local processes as a check starts at most."""
@@ -144,8 +142,8 @@ def verify(
     _check(program, inputs, reference, specs, rtol, atol)
     if mesh is not None and not isinstance(mesh, Mesh | str):
         raise MeshError(f"mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found {shown(mesh)}")
-    small = _checked_size(Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.verify"))
-    of_specs = dict(written_sizes(keywords, sizes))
+    small = _checked_size(Mesh(mesh) if isinstance(mesh, str) else Mesh.ambient("axes.verify", mesh))
+    of_specs = {**keywords, **(sizes or {})}
     if isinstance(program, torch.nn.Module):
         specs = {} if specs is None else specs
     elif specs is not None:
@@ -177,7 +175,8 @@ def _check(
     if isinstance(program, type):
         raise AxesError(f"axes.verify takes a module, not its class: write axes.verify({program.__name__}(...), ...)")
     module = program if isinstance(program, torch.nn.Module) else torch.nn.Module()
-    if any(call is not None and call.mesh is not None for call in map(region_call, module.modules())):
+    calls = [getattr(each.forward, "region", None) for each in module.modules()]
+    if any(call is not None and call.mesh is not None for call in calls):
         raise MeshError("axes.verify runs a region on small meshes; write shard_map(module, expression) without mesh=")
     sharded = next((name for name, x in module.named_parameters() if isinstance(x, DTensor)), None)
     if sharded is not None:
@@ -185,11 +184,7 @@ def _check(
             f"axes.verify shards the module itself, and {sharded} is sharded already: pass the plain module and "
             "specs=, or a function that makes and shards it"
         )
-    try:
-        tensors = [x for _, x in named_tensors(inputs, "")]
-    except RecursionError:
-        raise AxesError("axes.verify: an input holds itself, or is nested too deep") from None
-    if any(isinstance(x, DTensor) or is_lazy(x) for x in tensors):
+    if any(isinstance(x, DTensor) or is_lazy(x) for _, x in named_tensors(inputs, "")):
         raise ShardingError(
             "axes.verify takes whole, plain tensors as inputs and shards them itself; found a DTensor, "
             "or a lazy parameter that has no shape yet"
@@ -226,17 +221,15 @@ def _of_one(mesh: Mesh) -> Mesh:
 
 def _seen_on_one(job: Job, reference: Callable[..., Any] | None, limit: float) -> tuple[Job, Observed]:
     """What one device sees, in double precision where the program takes it, and the job in the precision that works."""
-    for double in (True, False):
-        job = replace(job, double=double)
-        alone = replace(job, mesh=_of_one(job.mesh))
-        if reference is not None:
-            alone = replace(alone, program=reference, specs=None)
-        try:
-            return job, _launched(alone, limit)[0]
-        except RuntimeError as error:
-            if not double or "type" not in str(error):
-                raise
-    raise AssertionError
+    alone = replace(job, mesh=_of_one(job.mesh))
+    if reference is not None:
+        alone = replace(alone, program=reference, specs=None)
+    try:
+        return job, _launched(alone, limit)[0]
+    except RuntimeError as error:
+        if not job.double or "type" not in str(error):
+            raise
+    return _seen_on_one(replace(job, double=False), reference, limit)
 
 
 def _launched(job: Job, limit: float) -> list[Observed]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
-from axes.extension import agree, dense, draw, dtensor, linear, local, read, whole
+from axes.extension import agree, draw, dtensor, linear, local, read, whole
 from axes.nn.functions import T, argmax, check_floats
 from axes.nn.options import number
 from axes.runtime.sharded import sharding_of
@@ -78,7 +78,6 @@ def dropout(
     """
     check_floats("nn.dropout", x)
     number("axes.nn.dropout: p is a probability, from 0 to 1", p, 0, 1)
-    dense("axes.nn.dropout", x)
     sharding, shape = whole("axes.nn.dropout", x, spec, mesh, {**keywords, **(sizes or {})})
     if any(op not in ("sum", "mean") for op, _ in sharding.pending):
         raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")
