@@ -207,7 +207,7 @@ _FOLDERS = {"convert": "axes.convert", "nn": "axes.nn"}
 _providers.provide(
     runtime="axes.runtime.bridge",
     pictures="axes.pictures.show",
-    transfers="axes.transfers.transfer_runs",
+    transfers="axes.transfers.execution",
     debugging="axes.debugging.debug",
 )
 

@@ -181,7 +181,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
             "tile_shape",
             "volume",
         },
-        "axes.algebra.errors": {"shortened", "shown", "suggestion", "wrong_dims"},
+        "axes.algebra.errors": {"shortened", "shown", "suggestion"},
         "axes.algebra.grammar": {"Dim", "Factor", "Item", "Spec", "check_different", "items_of", "parse_tensor"},
         "axes.algebra.layout": {"Universe"},
         "axes.algebra.mesh": {"checked_mesh", "required_mesh"},
@@ -213,7 +213,6 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
             "MissedError",
             "agree_at",
             "in_time",
-            "leave_word",
             "note_key",
             "polled",
             "ranks_text",
@@ -221,7 +220,7 @@ STILL_INSIDE: dict[str, dict[str, set[str]]] = {
         "axes.runtime.axis_groups": {"communicator"},
         "axes.runtime.groups": {"abort_group_of", "as_timeout", "current_world", "group_of", "of_world"},
         "axes.runtime.operation": {"heard", "is_dense"},
-        "axes.runtime.packing": {"Grid", "Part", "Shape", "arranged", "elements_of"},
+        "axes.runtime.packing": {"Grid", "arranged", "elements_of"},
     },
 }
 """What packages around the core import beside public names of `axes` and those of `axes.extension`. It only gets shorter."""

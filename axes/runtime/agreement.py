@@ -333,7 +333,8 @@ def _leave(member: Member, barrier: Barrier, present: int) -> None:
     """Says that this rank has read the end. Of `present` ranks the host of the store goes last, or after a while."""
     store, left, patience = member.store, f"{barrier.key}/left", time.monotonic() + LINGER_SECONDS
     with contextlib.suppress(dist.DistError):  # the error that is being reported matters more than a store that is gone
-        while member.rank == _HOST and store.add(left, 0) < present - 1 and time.monotonic() < patience:
+        hosts = member.rank == _HOST and member.store_name == _JOBS
+        while hosts and store.add(left, 0) < present - 1 and time.monotonic() < patience:
             time.sleep(0.005)
         if store.add(left, 1) == len(barrier.members):
             for part in _KEYS:

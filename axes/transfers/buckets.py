@@ -9,18 +9,16 @@ bounds that hold for every rank, so that each rank finds the same buckets by its
 >>> ends = mesh.sharding("f@tp d"), mesh.sharding("f d@tp")
 >>> tensors = [MovedTensor(name, name, (64, 64), *ends, (None, "float32")) for name in "ab"]
 >>> found, buckets = bucketed(tensors, 4096)
->>> [one.pieces for one in found], [[(piece.tensor, piece.piece) for piece in bucket] for bucket in buckets]
-([2, 2], [[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)]])
+>>> [one.pieces for one in found], buckets
+([2, 2], (((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)))
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from axes.algebra.layout import Universe
 from axes.algebra.plan import itemsize_of
@@ -85,37 +83,37 @@ MOST_BUCKETS = 10_000
 """Buckets are larger than asked where there would be many more: a rank plans and carries out one by one."""
 
 
-class TensorPiece(NamedTuple):
-    """A tensor in a bucket: its number among the tensors, and which of its pieces."""
-
-    tensor: int
-    piece: int
+TensorPiece = tuple[int, int]
+"""A tensor in a bucket: its number among the tensors, and which of its pieces."""
 
 
 def bucketed(
     tensors: Iterable[MovedTensor], bucket_bytes: int
 ) -> tuple[tuple[MovedTensor, ...], tuple[tuple[TensorPiece, ...], ...]]:
     """The tensors, each in as many pieces as it needs; and buckets that no rank fills by more on either side."""
-    most = functools.lru_cache(maxsize=4096)(_most)
     found = list(tensors)
-    wholes = [[count * one.itemsize for count in most(*one.kind)] for one in found]
+    most = {kind: _most(*kind) for kind in {one.kind for one in found}}
+    wholes = [[count * one.itemsize for count in most[one.kind]] for one in found]
     limit = max(bucket_bytes, sum(map(max, wholes)) // MOST_BUCKETS)
     found = [replace(one, pieces=max(1, -(-max(whole) // limit))) for one, whole in zip(found, wholes, strict=True)]
     some = _some_ranks([end.universe for one in found for end in (one.source, one.target)])
     buckets: list[list[TensorPiece]] = []
-    filled: dict[tuple[int, int], int] = {}
-    for piece in _interleaved(found):
-        one, whole = found[piece.tensor], wholes[piece.tensor]
+    filled: dict[tuple[int, int], int] = {}  # of each side and rank, as if all buckets were one behind the other
+    for number, piece in [(number, at) for number, one in enumerate(found) for at in range(one.pieces)]:
+        one, whole = found[number], wholes[number]
         adds = {
             (side, rank): -(-whole[side] // one.pieces)
             for side, end in enumerate((one.source, one.target))
             for rank in some[end.universe]
         }
-        if not buckets or any(filled.get(end, 0) + size > limit for end, size in adds.items()):
-            buckets.append([])
-            filled = {}
-        filled.update({end: filled.get(end, 0) + size for end, size in adds.items()})
-        buckets[-1].append(piece)
+        # Ranks that share no tensor fill the same buckets, so that all are busy all the time.
+        last = max([filled.get(end, 0) // limit for end in adds])
+        begins = {end: max(filled.get(end, 0), last * limit) for end in adds}
+        if any(begins[end] + size > (last + 1) * limit for end, size in adds.items()):
+            last, begins = last + 1, dict.fromkeys(adds, (last + 1) * limit)
+        filled.update({end: begins[end] + size for end, size in adds.items()})
+        buckets += [[] for _ in range(last + 1 - len(buckets))]
+        buckets[last].append((number, piece))
     return tuple(found), tuple(map(tuple, buckets))
 
 
@@ -148,13 +146,3 @@ def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], part: Layo
     total, holders = copies[1] * held, copies[0]
     share = -(-total // holders) + (min(held, wanted) if holders > 1 else 0)  # none is given two messages more
     return min(total, max(share, wanted)), wanted
-
-
-def _interleaved(tensors: Sequence[MovedTensor]) -> list[TensorPiece]:
-    """All pieces, those of tensors on different ranks in turn: then all ranks are busy all the time."""
-    groups: dict[tuple[Universe, Universe], list[TensorPiece]] = {}
-    for number, one in enumerate(tensors):
-        group = groups.setdefault((one.source.universe, one.target.universe), [])
-        group += [TensorPiece(number, piece) for piece in range(one.pieces)]
-    placed = [((2 * at + 1) / (2 * len(group)), each) for group in groups.values() for at, each in enumerate(group)]
-    return [piece for _, piece in sorted(placed)]

@@ -6,28 +6,40 @@
     link = axes.connect(store, "generator", mesh)                     # in another
     link.receive(into=weights, specs=specs, source="trainer")
 
-Each job runs its own `torch.distributed`, and what both reach is a store (see `rendezvous`). A call for a transfer:
+Each job runs its own `torch.distributed`, and what both reach is a store. There each job has an entry under its name,
+with a token that is new each time it joins. A call for a transfer:
 
-1. The ranks of a job compare what they call, and tell each other the whole shapes and dtypes of their tensors.
-2. The jobs meet, and each reads the other's text: for each tensor its spec, whole shape and dtype, and the axes that
-   the spec names, as digits of the job's ranks.
-3. Each rank derives the plan from both texts: an `axes.transfer` over the ranks of both, numbered job after job. All
-   ranks compare fingerprints, and say whether their tensors fit, before the first byte.
-4. All ranks connect by a communicator that is no group of either job, and carry the plan out. The next transfer
+1. The first rank of each job puts a call into the store, and takes the other job's call out of it:
+
+       set(call/trainer/generator, own call)          poll call/generator/trainer, and delete it
+
+2. The ranks of a job compare what they call, and tell each other with whom, and the whole shapes and dtypes of their
+   tensors. From then on the ranks of both jobs are one list, numbered by job, and come to barriers (see `agreement`).
+3. At the first one each job says by text, for each tensor, its spec, whole shape and dtype, and the axes that the spec
+   names, as digits of the job's ranks. From both texts each rank derives the plan: an `axes.transfer` over all ranks.
+4. At the second one they compare fingerprints of the plan, and say whether their tensors fit, before the first byte.
+5. All ranks connect by a communicator that is no group of either job, and carry the plan out. The next transfer
    between the same jobs uses it again.
-5. All ranks say how it ended. Where one failed or says nothing, all raise.
+6. At the third one they say how it ended. Where one failed or says nothing, all raise.
+
+The keys of a transfer have the numbers of both calls in them, so that those of one that failed are found when nobody
+reads them any more.
+
+>>> here, there = JobCall("trainer", "generator", "a1.0", 2, 0), JobCall("generator", "trainer", "b7.0", 3, 1)
+>>> JobPair(here, there, 0).whose([3])
+"rank 0 of 'trainer'"
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
 import json
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -41,30 +53,37 @@ from axes.algebra.errors import (
     MeshError,
     ShardingError,
     shortened,
-    shown,
     suggestion,
-    wrong_dims,
 )
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh, checked_mesh
 from axes.algebra.plan import dtype_name
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of
-from axes.algebra.specs import parsed_sharding
-from axes.extension import Operation, agree, dense, local
+from axes.extension import Operation, agree, dense, shown
 from axes.runtime import torch_private
-from axes.runtime.agreement import LINGER_SECONDS, in_time, polled
+from axes.runtime.agreement import LINGER_SECONDS, Barrier, Member, agree_at, in_time, note_key, polled, ranks_text
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.operation import heard
-from axes.runtime.sharded import sharding_of
-from axes.transfers.execution import Execution
+from axes.transfers.execution import Execution, telling
 from axes.transfers.layout_rules import LayoutRules, Table
-from axes.transfers.rendezvous import AT_ITS_RANKS, GRACE, RAISED, STORE, JobCall, Pair, Rendezvous, rank_of
 from axes.transfers.transfers import Like, Transfer, of_tensor, read_end, transfer
 
 _ADVICE = "All ranks of the mesh call it alike, in the same order; none has other specs"
 
 _CALLS = ("link.send", "link.receive")
+
+_PLAN, _BEGIN, _END = "to plan it, before the first byte", "before the first byte", "after the last byte"
+"""The barriers of a transfer."""
+
+_STORE = "the link's store"
+"""What errors call the store of a link."""
+
+GRACE = 1.0
+"""Seconds that one waits longer than the other side: its error says more than one's own."""
+
+REPORT = 1.5
+"""Seconds in which all ranks report a failure that closes their connections."""
 
 BUCKET_MB = 64.0
 """MiB of the buffers of a bucket, the same in all jobs."""
@@ -88,7 +107,7 @@ def connect(
             outlive the jobs. A `PrefixStore` of it keeps links apart.
         name: The name of this job, one of `peers`.
         mesh: The mesh of this job.
-        peers: The names of all jobs. Their order numbers the ranks of a transfer.
+        peers: The names of all jobs.
         timeout: How long ranks wait for each other in each phase, a `timedelta` or seconds; by default as the mesh's
             groups.
 
@@ -106,28 +125,73 @@ def connect(
     if not isinstance(store, dist.Store):
         raise MeshError(f"a link is made at a torch.distributed store, such as a TCPStore; found {shown(store)}")
     names = () if isinstance(peers, str) else tuple_of(peers) or ()
-    if (
-        len(names) < 2
-        or not all(isinstance(each, str) and each.isidentifier() for each in names)
-        or len({*names}) < len(names)
-    ):
+    words = {each for each in names if isinstance(each, str) and each.isidentifier()}
+    if not 2 <= len(words) == len(names):
         raise MeshError(f"peers are two or more words, all different; found {shown(peers)}")
-    if not isinstance(name, str) or name not in names:
-        near = suggestion(name, names) if isinstance(name, str) else ""
-        raise MeshError(f"{shown(name)} isn't among the peers{near}")
+    _check_peer("peers", name, names)
     whole = checked_mesh(mesh)
     if whole.size < whole.universe.size:
-        named = ", ".join(f"'{axis}'" for axis in whole.axis_names)
-        text = " ".join(f"{axis}={size}" for axis, size in whole.shape.items())
         ranks = [int(rank) for rank in whole.universe.group(whole.extent, whole.rank)]
         raise MeshError(
-            f"mesh[{named}] is another one on each rank, and all ranks of the mesh of a link are one job. Connect by "
-            f"the whole mesh; or by one of these ranks alone, like axes.init_mesh({text!r}, ranks={ranks})"
+            f"{whole!r} is another one on each rank, and all ranks of the mesh of a link are one job. Connect by the "
+            f"whole mesh; or by one of these ranks alone, like axes.init_mesh(..., ranks={ranks})"
         )
     return JobLink(store, name, whole, names, as_timeout(timeout, "timeout"))
 
 
-class JobLink:
+def _check_peer(what: str, name: Any, peers: Sequence[str]) -> None:
+    if not isinstance(name, str) or name not in peers:
+        near = suggestion(name, peers) if isinstance(name, str) else ""
+        raise MeshError(f"{shown(name)} isn't among the {what}{near}")
+
+
+@dataclass(frozen=True)
+class JobCall:
+    """One call of a job for a transfer, as the other job reads it.
+
+    other: the job with which it is. id: of no other call. size: ranks of the job. side: 0 where it sends, 1 where it
+    receives. error: why it can't take part.
+    """
+
+    name: str
+    other: str
+    id: str
+    size: int
+    side: int
+    error: str = ""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Who sends, and who receives."""
+        return (self.name, self.other) if self.side == 0 else (self.other, self.name)
+
+    @property
+    def said(self) -> str:
+        """The transfer in words."""
+        return f"the transfer from '{self.names[0]}' to '{self.names[1]}'"
+
+
+class JobPair:
+    """The calls of two jobs that have met. Their ranks are numbered job after job, the same by every rank of both.
+
+    rank: the number of this rank in its job; then in both. key: what the keys of this transfer begin with. first: the
+    number of each job's first rank.
+    """
+
+    def __init__(self, own: JobCall, other: JobCall, rank: int):
+        one, two = self.jobs = sorted((own, other), key=lambda call: call.name)
+        self.key, self.ranks = f"pair/{one.id}/{two.id}", range(one.size + two.size)
+        self.first = {one.name: 0, two.name: one.size}
+        self.rank = self.first[own.name] + rank
+
+    def whose(self, ranks: Sequence[int]) -> str:
+        """Some ranks in words."""
+        own = [(job, [rank - self.first[job.name] for rank in ranks]) for job in self.jobs]
+        each = [(job.name, [rank for rank in numbers if 0 <= rank < job.size]) for job, numbers in own]
+        return " and ".join(f"{ranks_text(some)} of '{name}'" for name, some in each if some)
+
+
+class JobLink(contextlib.AbstractContextManager["JobLink"]):
     """One job's end of a link to other jobs; made by `axes.connect`.
 
     All ranks of the job call `send` and `receive` alike. After an error the link is as usable as before: the next
@@ -144,27 +208,23 @@ class JobLink:
             raise MeshError(
                 f"{mesh!r} has {len(self.ranks)} ranks, and torch.distributed isn't running; call axes.init_mesh"
             )
-        if running and current_world().fake:
-            raise MeshError("axes.connect needs real processes; this world is made up, by axes.simulate")
         self.job_rank = current_world().rank if running else self.ranks[0]
         position = mesh.universe.position(self.job_rank)
         if position is None:
             raise MeshError(f"rank {self.job_rank} isn't one of the ranks of {mesh!r}, which are those that connect")
+        self.rank, self.who, self.subject = position, f"rank {position} of '{name}'", f"a call of the link of '{name}'"
         usual = current_world().limit if running else torch_private.usual_timeout("gloo")
-        self.store, self.rank, self.calls, self.closed = store, position, 0, False
-        self.timeout = timeout or usual
-        self.meeting = Rendezvous(store, name, position, self.timeout)
+        self.timeout, self.store = timeout or usual, dist.PrefixStore("axes/link", store)
+        self.seconds, self.calls, self.closed = self.timeout.total_seconds(), 0, False
+        self.failed: list[str] = []
+        """What the keys begin with of transfers for which the job has met since the last one that ended well."""
         self.connections: dict[str, tuple[str, Any]] = {}
-        """By other job the communicator of all ranks of both, with the name of the transfer that it was made for."""
+        """By other job the communicator of all ranks of both, with the key of the transfer that it was made for."""
         self.runs: dict[str, Execution] = {}
         said = f"axes.connect(store, '{name}', {mesh.declaration}, peers={peers})"
-        self.meeting.join(self._told(said, uuid.uuid4().hex[:12])[0], self.others)
-
-    def __repr__(self) -> str:
-        return f"<link of '{self.name}' with {', '.join(map(repr, self.others))}>"
-
-    def __enter__(self) -> JobLink:
-        return self
+        self.token = self._told(said, uuid.uuid4().hex[:12])[0]
+        if self.rank == 0:
+            in_time("axes.connect", self.seconds, self._join, _STORE)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -177,7 +237,9 @@ class JobLink:
         for other in self.others:
             self._disconnect(other)
         self.runs.clear()
-        self.meeting.leave()
+        time.sleep(GRACE if self.failed else 0)  # in which others read how it failed
+        with contextlib.suppress(DesyncError):  # a store that is gone keeps nothing
+            in_time("the end of a link", self.seconds, self._leave, _STORE)
 
     def send(
         self,
@@ -196,7 +258,7 @@ class JobLink:
         where tensors don't fit their specs or those of the other job; `DesyncError` where ranks differ, and where the
         other job doesn't come, ends or stalls; `MeshError` where the link is closed. Where one rank raises, so do all
         of both jobs that take part in the call. A job that finds its own mistake before the other has come waits for
-        nobody; the other one is told of it when its time is up.
+        nobody; the other one is told of it when it comes.
         """
         self._transfer(0, to, tensors, specs, rules)
 
@@ -221,119 +283,121 @@ class JobLink:
     # one transfer
 
     def _transfer(self, side: int, other: str, tensors: Any, specs: Any, rules: Any) -> None:
-        if not isinstance(other, str) or other not in self.others:
-            near = suggestion(other, self.others) if isinstance(other, str) else ""
-            raise MeshError(f"a transfer is with another peer, not {shown(other)}{near}")
+        _check_peer("other peers", other, self.others)
         self.calls += 1
-        call = JobCall(self.name, other, f"{self.meeting.token}.{self.calls}", len(self.ranks), side)
+        call = JobCall(self.name, other, f"{self.token}.{self.calls}", len(self.ranks), side)
         if self.closed:
             raise MeshError(f"this link of '{self.name}' is closed; axes.connect makes another one for {call.said}")
-        self.meeting.note(f"is in {call.said}, and {AT_ITS_RANKS}")
-        try:
-            with self._failing_alike():
-                own = OwnTensors(self, tensors, specs, _CALLS[side], rules)
-            call = replace(call, text=own.text(self._told(f"{call.said}, of {own.written}", own.told)))
-        except AxesError as wrong:
-            self.meeting.note(f"{RAISED} {call.said}: {wrong}")
-            raise
-        pair = heard(self._operation(call, f"{_CALLS[side]} waiting for '{other}'"), self._met, call)
-        try:
-            self._carried_out(pair, call, own)
-        except AxesError:
-            self._disconnect(other)
-            raise
+        with telling(self._refuse), telling(lambda e: self._of_first(replace(call, error=f"{e}"), GRACE, self._offer)):
+            own = OwnTensors(self, tensors, specs, _CALLS[side], rules)
+        pair, text = heard(self._operation(call, f"{_CALLS[side]} waiting for '{other}'"), self._met, call, own)
+        with telling(lambda _: self._disconnect(other)):
+            self._carried_out(pair, call, text, own.given)
 
-    def _told(self, statement: str, told: Any, more: float = 0.0) -> list[Any]:
+    def _met(self, call: JobCall, own: OwnTensors) -> tuple[JobPair, str]:
+        """With whom the call has met, and what this job says of its tensors, when all of its ranks have come."""
+        with telling(self._refuse):
+            met = self._of_first(call, self.seconds + GRACE, self._meet)
+        with telling(lambda wrong: met and self._agreed(JobPair(call, met, self.rank), _PLAN, wrong)):
+            every = self._told(f"{call.said}, of {own.written}", [met and asdict(met), own.told])
+            text = own.text([told for _, told in every])
+        return JobPair(call, JobCall(**every[0][0]), self.rank), text
+
+    def _refuse(self, wrong: AxesError) -> None:
+        """Tell the other ranks of the job of an error: they come to `_told` instead."""
+        agree(self.subject, self.ranks, wrong)
+
+    def _told(self, statement: str, told: Any) -> list[Any]:
         """What each rank of this job tells the others, when all have come and stated the same."""
-        limit = self.timeout + timedelta(seconds=more)
-        return agree(self._subject, self.ranks, statement, told, advice=_ADVICE, timeout=limit)
+        # The first rank comes when it has met the other job.
+        limit = self.timeout if self.rank == 0 else 2 * self.timeout + timedelta(seconds=4 * GRACE)
+        return agree(self.subject, self.ranks, statement, told, advice=_ADVICE, timeout=limit)
 
-    @contextlib.contextmanager
-    def _failing_alike(self) -> Iterator[None]:
-        """The other ranks of the job, which come to `_told` instead, are told of an error in this block."""
-        try:
-            yield
-        except AxesError as wrong:
-            agree(self._subject, self.ranks, wrong)
-            raise
-
-    @property
-    def _subject(self) -> str:
-        return f"a call of the link of '{self.name}'"
-
-    def _met(self, call: JobCall) -> Pair:
-        """The pair of this call and one of the other job, which the first rank of this job meets."""
-        with self._failing_alike():
-            theirs = asdict(self.meeting.meet(call)) if self.rank == 0 else {}
-        more = self.timeout.total_seconds() + 8 * GRACE
-        told = self._told(f"{call.said}, which rank 0 begins with '{call.other}'", theirs, more)
-        return Pair.of(call, JobCall(**told[0]))
-
-    def _carried_out(self, pair: Pair, call: JobCall, own: OwnTensors) -> None:
+    def _carried_out(self, pair: JobPair, call: JobCall, text: str, given: Mapping[str, Any]) -> None:
         """Plan from both texts, begin with all ranks of both jobs, exchange, and say how it ended."""
-        ready: Execution | AxesError
-        try:
-            ready = self._ready(pair, call, own)
-        except AxesError as wrong:
-            ready = type(wrong)(f"{wrong}\n  in {call.said}")
-        held, group = self.connections.get(call.other, ("", None))
-        rank, error = pair.first[self.name] + self.rank, ""
+        (held, group), error = self.connections.get(call.other, ("", None)), ""
+        # The other job's ranks wait for one another until then.
+        every = self._agreed(pair, _PLAN, "", (held, text if self.rank == 0 else ""), self.seconds + 2 * GRACE)
+        # All ranks of both jobs have come to another call, and have read how the last one ended.
+        self._of_first(call, self.seconds, lambda _: self._forget(self.failed[:-1]))
+        texts = {self.name: text, call.other: every[pair.first[call.other]][1]}
+        with telling(lambda wrong: self._agreed(pair, _BEGIN, wrong)):
+            run = self._ready(pair, call, texts, given)
         # Both jobs derive the plan, and need the same version of axes.
-        plan = ready if isinstance(ready, AxesError) else f"the plan {ready.move.fingerprint} of axes {_version()}"
-        kept = self.meeting.begin(pair, rank, plan, held)
-        assert isinstance(ready, Execution), "an error is raised on all ranks"
+        plan = f"the plan {run.move.fingerprint} of axes {importlib.metadata.version('axes-torch')}"
+        self._agreed(pair, _BEGIN, plan)
         try:
-            group = group if kept else self._connect(pair, rank, call.other)
-            sent, received = ready.moved
-            what = f"{_CALLS[call.side]} of {ready.contents}, with {pair.whose(ready.move.partners)}"
-            exchange = self._operation(call, what, dtype=ready.wire, bytes_in=received, bytes_out=sent)
-            heard(exchange, self._carry, ready, group, own)
-        except (AxesError, RuntimeError) as failed:
-            error = (str(failed).strip().splitlines() or [type(failed).__name__])[0]
+            if not held or any(other != held for other, _ in every):  # else all ranks have the same connections
+                group = self._connect(pair, call.other)
+            sent, received = run.moved
+            what = f"{_CALLS[call.side]} of {run.contents}, with {pair.whose(run.move.partners)}"
+            exchange = self._operation(call, what, dtype=run.wire, bytes_in=received, bytes_out=sent)
+            heard(exchange, self._carry, run, group, given)
+        except (AxesError, RuntimeError) as wrong:
+            error = (str(wrong).strip().splitlines() or [type(wrong).__name__])[0]
             self._disconnect(call.other)  # who waits for this rank hears it at once
         try:
-            self.meeting.end(pair, rank, error)
-        except DesyncError as failed:
-            raise DesyncError(f"{failed}\n{ready.state}" if call.side == 1 else str(failed)) from failed
+            self._ended(pair, call.said, error)
+        except DesyncError as wrong:
+            raise DesyncError(f"{wrong}\n{run.state}" if call.side == 1 else str(wrong)) from wrong
 
-    def _ready(self, pair: Pair, call: JobCall, own: OwnTensors) -> Execution:
+    def _ready(self, pair: JobPair, call: JobCall, texts: Mapping[str, str], given: Mapping[str, Any]) -> Execution:
         """The plan of both texts for this rank's tensors; that of the last call where it is the same."""
-        source, target = sorted(pair.jobs, key=lambda each: each.side)
-        names = source.name, target.name
-        rank, first = pair.first[self.name] + self.rank, (pair.first[source.name], pair.first[target.name])
-        move, run = _plan((source.text, target.text), names, first, rank), self.runs.get(call.said)
+        source, target = call.names
+        first = pair.first[source], pair.first[target]
+        move = _plan((texts[source], texts[target]), call.names, first, pair.rank)
+        run = self.runs.get(call.said)
         if run is None or run.move is not move:
-            run = Execution(move, range(pair.size), self.device, rank_of(self.rank, self.name))
-            self.runs[call.said] = run
-        run.fit(*((own.local, {}) if call.side == 0 else ({}, own.local)))
+            run = self.runs[call.said] = Execution(move, pair.ranks, self.device, self.who, self.job_rank)
+        run.fit(*((given, {}) if call.side == 0 else ({}, given)))
         return run
 
-    def _carry(self, run: Execution, group: Any, own: OwnTensors) -> None:
-        """From these shards into those; return when a GPU has done all of it, within the limit."""
-        with torch.no_grad():
-            run.carry(group, own.given)
+    def _carry(self, run: Execution, group: Any, given: Mapping[str, Any]) -> None:
+        """From these tensors or into them; return when a GPU has done all of it, within the limit."""
+        run.carry(group, given)
         if self.device.type != "cpu":  # its backend's messages wait for the stream alone
-            done, seconds = torch.Event(self.device), self.timeout.total_seconds()
+            done = torch.Event(self.device)
             done.record()
-            if not polled(done.query, seconds):
+            if not polled(done.query, self.seconds):
                 run.arrived = -1  # nobody knows what has been written
-                raise RuntimeError(f"the GPU waits for others, for {seconds:g} s now")
+                raise RuntimeError(f"the GPU waits for others, for {self.seconds:g} s now")
 
     def _operation(self, call: JobCall, what: str, **more: Any) -> Operation:
         """A part of a call as the trace of this rank's job has it."""
-        between = " to ".join(call.names)
-        named = what, _CALLS[call.side], "send and receive", between, f"link {between}", self.ranks
-        return Operation(*named, **{"dtype": "", "device": self.device.type, "together": False, **more})
+        axis, how = " to ".join(call.names), {"dtype": "", "device": self.device.type, "together": False, **more}
+        return Operation(what, _CALLS[call.side], "send and receive", axis, f"link {axis}", self.ranks, **how)
 
-    def _connect(self, pair: Pair, rank: int, other: str) -> Any:
+    # all ranks of both jobs
+
+    def _agreed(
+        self, pair: JobPair, when: str, statement: str | AxesError, told: Any = "", seconds: float = 0.0
+    ) -> list[Any]:
+        """What each rank of both jobs tells, when all have come and stated the same."""
+        member = Member(self.store, pair.rank, _STORE, pair.whose)
+        barrier = Barrier(f"{pair.key}/{when}", pair.ranks, f"{pair.jobs[0].said}, {when}")
+        return agree_at(member, barrier, statement, timedelta(seconds=seconds or self.seconds), told)
+
+    def _ended(self, pair: JobPair, said: str, error: str) -> None:
+        """Return when the transfer has succeeded on all ranks of both jobs; `DesyncError` on all of them otherwise.
+
+        error: why it failed on this rank, "" where it didn't.
+        """
+        every = self._agreed(pair, _END, "", error, REPORT if error else self.seconds + REPORT + GRACE)
+        failed = [f"  {pair.whose([each])}: {text}" for each, text in enumerate(every) if text]
+        if failed:
+            raise DesyncError("\n".join([f"{said} failed, and all ranks are there to say so:", *failed[:8]]))
+        in_time(said, GRACE, lambda: self.store.delete_key(f"{pair.key}/connect/0/{pair.rank}"), _STORE)
+        self.failed.clear()
+
+    def _connect(self, pair: JobPair, other: str) -> Any:
         """Connect all ranks of both jobs."""
         self._disconnect(other)
-        store = dist.PrefixStore(f"axes/link/{pair.key}/connect", self.store)
+        store = dist.PrefixStore(f"{pair.key}/connect", self.store)
         group = in_time(
             f"the connections of '{self.name}' and '{other}'",
-            self.timeout.total_seconds() + LINGER_SECONDS,
-            lambda: torch_private.backend_over(store, rank, pair.size, self.device.type, self.timeout),
-            STORE,
+            self.seconds + LINGER_SECONDS,
+            lambda: torch_private.backend_over(store, pair.rank, len(pair.ranks), self.device.type, self.timeout),
+            _STORE,
         )
         self.connections[other] = pair.key, group
         return group
@@ -345,6 +409,65 @@ class JobLink:
             with contextlib.suppress(RuntimeError):  # one that has failed may be closed already
                 group.abort()
 
+    # the store: the first rank speaks for the job
+
+    def _of_first(self, call: JobCall, seconds: float, ask: Callable[[JobCall], Any]) -> Any:
+        """What the first rank asks the store, None on others."""
+        return in_time(call.said, seconds, lambda: ask(call), _STORE) if self.rank == 0 else None
+
+    def _read(self, key: str) -> str:
+        """What is under a key, "" where nothing is. (`get` would wait where another job removes it just then.)"""
+        found = self.store.compare_set(key, "?", "?").decode()  # it finds what was expected where nothing is
+        return "" if found == "?" else found
+
+    def _join(self) -> None:
+        """Enter the job under its name, in the place of one that had the name before."""
+        self.store.set(f"job/{self.name}", self.token)
+        self._withdraw()
+
+    def _offer(self, call: JobCall) -> None:
+        """Put a call where the other job looks for it."""
+        if self._read(f"job/{self.name}") != self.token:
+            raise DesyncError(f"another job has joined as '{self.name}' since this one did, or the store is a new one")
+        self.store.set(f"call/{self.name}/{call.other}", json.dumps(asdict(call)))
+
+    def _withdraw(self) -> None:
+        for other in self.others:
+            self.store.delete_key(f"call/{self.name}/{other}")
+
+    def _meet(self, call: JobCall) -> JobCall:
+        """The other job's call, when both have come."""
+        place = f"call/{call.other}/{self.name}"
+        self._offer(call)
+        if not polled(lambda: self._read(place) != "", self.seconds) or not (text := self._read(place)):
+            self._withdraw()
+            has_joined, limit = self._read(f"job/{call.other}") != "", f"the limit is {self.seconds:g} s"
+            seen = "is at something else, or has ended" if has_joined else "hasn't joined, or has left"
+            raise DesyncError(f"'{call.other}' didn't come to {call.said} ({limit}):\n  its rank 0 {seen}")
+        found = JobCall(**json.loads(text))
+        self.store.delete_key(place)
+        if found.error:
+            self._withdraw()
+            raise DesyncError(f"'{call.other}' can't take part in {call.said}:\n  {found.error}")
+        if found.side == call.side:
+            raise DesyncError(f"'{call.other}' has come to {found.said}, and this job to {call.said}")
+        self.failed.append(JobPair(call, found, 0).key)
+        return found
+
+    def _forget(self, failed: Sequence[str]) -> None:
+        """Remove the keys of transfers that failed: nobody reads them any more."""
+        for key in self.store.list_keys() if failed else ():
+            if any(each in key for each in failed):
+                self.store.delete_key(key)
+
+    def _leave(self) -> None:
+        """Remove the job's keys."""
+        self._forget(self.failed)
+        self.store.delete_key(note_key(self.who))
+        if self.rank == 0 and self._read(f"job/{self.name}") == self.token:  # else another job has the name
+            self._withdraw()
+            self.store.delete_key(f"job/{self.name}")
+
 
 # --- what a job says of its tensors ---------------------------------------------------------------
 
@@ -352,8 +475,8 @@ class JobLink:
 class OwnTensors:
     """The tensors of one call on this rank, and their shardings on the job's mesh.
 
-    given: the tensors by name. local: this rank's shards of them, None where it has none. written: the specs as they
-    stand. told: what the rank tells the others of its job, of each of its tensors the whole shape and the dtype.
+    given: the tensors by name, None where it has none. written: the specs as they stand. told: what the rank tells the
+    others of its job, of each of its tensors the whole shape and the dtype.
     """
 
     def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str, rules: Any):
@@ -363,8 +486,7 @@ class OwnTensors:
         if missing := [name for name in tensors if name not in specs]:
             raise ShardingError(f"{does}: specs lack {shortened(missing[0])}{suggestion(missing[0], specs)}")
         self.link = link
-        self.given = {name: value for name, value in tensors.items() if value is not None}
-        self.local: dict[str, torch.Tensor | None] = dict.fromkeys(specs)
+        self.given = {name: tensors.get(name) for name in specs}
         self.ends: dict[str, Sharding] = {}
         self.told: dict[str, Any] = {}
         for name in sorted(specs):
@@ -372,47 +494,42 @@ class OwnTensors:
                 end = self.ends[name] = read_end(specs[name], link.mesh)
                 if any(link.mesh.universe.position(rank) is None for rank in end.universe.ranks):
                     raise ShardingError(f"'{end}' is on ranks that aren't of the mesh of the link, {link.mesh!r}")
-                if name in self.given:
-                    self.told[name] = self._tell(name, dense(does, self.given[name]))
+                if self.given[name] is not None:
+                    self.told[name] = _told_of(end, dense(does, self.given[name]))
         self.rules = rules if rules is None or isinstance(rules, LayoutRules) else LayoutRules(rules)
-        self.written = ", ".join([f"{shortened(n)}: '{end}' on {end.mesh.declaration}" for n, end in self.ends.items()])
-        if self.rules is not None:  # of a long table only the first rules are shown
-            digest = hashlib.sha256(json.dumps(self.rules._as_data).encode()).hexdigest()[:16]
-            self.written += f"; {self.rules!r} {digest}"
-
-    def _tell(self, name: str, value: torch.Tensor) -> list[Any]:
-        """The whole shape and the dtype of a tensor: a shard says them where all ranks have as much."""
-        end, shape, rank = self.ends[name], list(value.shape), self.link.job_rank
-        if len(shape) != end.ndim:
-            raise wrong_dims(end, end.ndim, len(shape), shape)
-        self.local[name] = local(value)
-        if not isinstance(value, DTensor):
-            return [[size * dim.pieces for size, dim in zip(shape, end.dims, strict=True)], dtype_name(value.dtype)]
-        found = sharding_of(value)
-        if found.pending or found.tile(shape, rank) != end.tile(shape, rank):
-            raise ShardingError(f"it isn't sharded as the spec says\n  spec    {end}\n  tensor  {found}")
-        return [shape, dtype_name(value.dtype)]
+        lies = [f"{shortened(name)}: '{end}' on {end.mesh.declaration}" for name, end in self.ends.items()]
+        self.written = ", ".join(lies) + ("" if self.rules is None else f"; {self.rules!r}")
 
     def text(self, every: Sequence[Mapping[str, Any]]) -> str:
         """What the job says, from what each of its ranks tells: the same on all of them."""
-        told: dict[str, tuple[int, Any]] = {}
-        for rank, found in enumerate(every):
-            for name, (shape, dtype) in found.items():
-                first, other = told.setdefault(name, (rank, [shape, dtype]))
-                if other != [shape, dtype]:
-                    raise ShardingError(
-                        f"{shortened(name)} is {other[1]} on rank {first} of '{self.link.name}', by its part "
-                        f"{other[0]} in all, and {dtype} on rank {rank}, by its part {shape} in all; where ranks have "
-                        "parts of unlike sizes, pass DTensors, as axes.from_local makes them"
-                    )
-        if missing := [name for name in self.ends if name not in told]:
-            raise ShardingError(f"no rank of '{self.link.name}' has {shortened(missing[0])}; leave it out of specs")
-        rows = {
-            name: [_mesh_text(end, self.link.mesh), end.at(told[name][1][0]).spec, *told[name][1]]
-            for name, end in self.ends.items()
-        }
+        rows = {}
+        for name, end in self.ends.items():
+            ranks = reversed([rank for rank, found in enumerate(every) if name in found])
+            said = {json.dumps(every[rank][name]): rank for rank in ranks}  # what ranks say, and the first that does
+            if not said:
+                raise ShardingError(f"no rank of '{self.link.name}' has {shortened(name)}; leave it out of specs")
+            (shape, dtype), *others = told = [json.loads(each) for each in said]
+            if others:
+                parts = [
+                    f"{d} on rank {r}, by its part {s} in all" for (s, d), r in zip(told, said.values(), strict=True)
+                ]
+                raise ShardingError(
+                    f"{shortened(name)} of '{self.link.name}' is {', and '.join(parts)}; where ranks have parts of "
+                    "unlike sizes, pass DTensors, as axes.from_local makes them"
+                )
+            rows[name] = [_mesh_text(end, self.link.mesh), end.at(shape).spec, shape, dtype]
         rules = {} if self.rules is None else {"rules": self.rules._as_data}
         return json.dumps({"tensors": rows, **rules}, sort_keys=True)
+
+
+def _told_of(end: Sharding, value: torch.Tensor) -> list[Any]:
+    """The whole shape and the dtype of a tensor: a shard says them where all ranks have as much."""
+    shape = list(value.shape)
+    if len(shape) != end.ndim:
+        raise ShardingError(f"'{end}' has {end.ndim} dims, and the tensor {len(shape)}: {shape}")
+    if not isinstance(value, DTensor):
+        shape = [size * dim.pieces for size, dim in zip(shape, end.dims, strict=True)]
+    return [shape, dtype_name(value.dtype)]
 
 
 def _mesh_text(end: Sharding, mesh: Mesh) -> str:
@@ -437,10 +554,7 @@ def _plan(written: tuple[str, str], names: tuple[str, str], first: tuple[int, in
     texts = [json.loads(each) for each in written]
     sources, targets = rows = texts[0]["tensors"], texts[1]["tensors"]
     ends = [
-        {
-            name: parsed_sharding(_mesh_from(mesh, at), spec, (), len(shape))
-            for name, (mesh, spec, shape, _) in side.items()
-        }
+        {name: _mesh_from(mesh, at).sharding(spec) for name, (mesh, spec, *_) in side.items()}
         for side, at in zip(rows, first, strict=True)
     ]
     rules = None if "rules" not in texts[0] else LayoutRules(**texts[0]["rules"])
@@ -460,8 +574,3 @@ def _plan(written: tuple[str, str], names: tuple[str, str], first: tuple[int, in
                 "floating-point numbers are converted on the way"
             )
     return move.at(rank)
-
-
-@functools.lru_cache(maxsize=1)
-def _version() -> str:
-    return importlib.metadata.version("axes-torch")

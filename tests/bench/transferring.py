@@ -1,13 +1,15 @@
 """The time of moving a state dict between two meshes on disjoint ranks, on eight processes.
 
-25 blocks of eight tensors, 256 MB in float32, from `fsdp=4` on ranks 0 to 3 to `dp=2 tp=2` on ranks 4 to 7: column- and
-row-parallel matrices, and norms that are whole on every rank. The peers are one exchange of as many bytes between the
-same ranks, from and to one flat buffer that lies right; and what trainers do tensor by tensor: gather the tensor on
-the ranks that have it, broadcast it from one of them to those that want it, slice.
+From `fsdp=4` on ranks 0 to 3 to `dp=2 tp=2` on ranks 4 to 7: 256 MB in float32, 25 blocks of eight tensors, which are
+column- and row-parallel matrices and norms that are whole on every rank; 512 small matrices; and 300 tensors from 1 KiB
+to 8 MiB. The peers are one exchange of as many bytes between the same ranks, from and to one flat buffer that lies
+right; and what trainers do tensor by tensor: gather the tensor on the ranks that have it, broadcast it from one of them
+to those that want it, slice.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -18,41 +20,62 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import axes
-from axes.transfers.transfer_runs import run_of
+from axes.transfers.execution import run_of
 from axes.transfers.transfers import Transfer
 from tests.bench.measure import Times, benchmark, printed_by
 
 RANKS, BLOCKS, WIDTH, ROUNDS = 8, 25, 560, 8
 
-SOURCES, TARGETS, SHAPES = {}, {}, {}
-for block in range(BLOCKS):
-    for name, rows, columns, spec in (
-        ("q", 1, 1, "f@tp d"),
-        ("k", 1, 1, "f@tp d"),
-        ("v", 1, 1, "f@tp d"),
-        ("o", 1, 1, "f d@tp"),
-        ("up", 2, 1, "f@tp d"),
-        ("down", 1, 2, "f d@tp"),
-    ):
-        SHAPES[f"{block}.{name}"] = (rows * WIDTH, columns * WIDTH)
-        SOURCES[f"{block}.{name}"], TARGETS[f"{block}.{name}"] = "f@fsdp d", spec
-    for name in ("norm1", "norm2"):
-        SHAPES[f"{block}.{name}"], SOURCES[f"{block}.{name}"], TARGETS[f"{block}.{name}"] = (WIDTH,), "d@fsdp", "d"
+State = dict[str, tuple[tuple[int, ...], str, str]]
+"""By name the whole shape of a tensor, its spec on the trainer, and that on the server."""
+
+COLUMNS, ROWS = ("f@fsdp d", "f@tp d"), ("f@fsdp d", "f d@tp")
 
 
-def sides() -> tuple[axes.Mesh, axes.Mesh, Transfer]:
+def of_blocks() -> State:
+    """The state dict of a transformer."""
+    found = {}
+    for block in range(BLOCKS):
+        for name, rows, columns, specs in (
+            ("q", 1, 1, COLUMNS),
+            ("k", 1, 1, COLUMNS),
+            ("v", 1, 1, COLUMNS),
+            ("o", 1, 1, ROWS),
+            ("up", 2, 1, COLUMNS),
+            ("down", 1, 2, ROWS),
+        ):
+            found[f"{block}.{name}"] = ((rows * WIDTH, columns * WIDTH), *specs)
+        found |= {f"{block}.norm{at}": ((WIDTH,), "d@fsdp", "d") for at in (1, 2)}
+    return found
+
+
+def of_many() -> State:
+    """512 tensors of 16 KiB."""
+    return {f"{at}": ((64, 64), *(COLUMNS if at % 2 else ROWS)) for at in range(512)}
+
+
+def mixed() -> State:
+    """300 tensors of 1 KiB to 8 MiB, as many of each order of magnitude."""
+    drawn = random.Random(1)
+    return {
+        f"{at}": ((2 ** drawn.randint(4, 11), 2 ** drawn.randint(4, 10)), *drawn.choice((COLUMNS, ROWS)))
+        for at in range(300)
+    }
+
+
+def sides(state: State) -> tuple[axes.Mesh, axes.Mesh, Transfer]:
     """Both meshes, and the plan between them."""
     trainer = axes.init_mesh("fsdp=4", ranks=range(4), device_type="cpu")
     server = axes.init_mesh("dp=2 tp=2", ranks=range(4, 8), device_type="cpu")
-    move = axes.transfer(SOURCES, TARGETS, trainer, server, SHAPES)
-    return trainer, server, move.at(dist.get_rank())
+    shapes, sources, targets = ({name: one[at] for name, one in state.items()} for at in range(3))
+    return trainer, server, axes.transfer(sources, targets, trainer, server, shapes).at(dist.get_rank())
 
 
-def shards(mesh: axes.Mesh, specs: dict[str, str]) -> dict[str, torch.Tensor] | None:
+def shards(mesh: axes.Mesh, state: State, side: int) -> dict[str, torch.Tensor] | None:
     """This rank's shards on a mesh, None outside it."""
     if mesh.coordinate is None:
         return None
-    return {name: torch.rand(mesh.sharding(spec).local_shape(SHAPES[name])) for name, spec in specs.items()}
+    return {name: torch.rand(mesh.sharding(one[1 + side]).local_shape(one[0])) for name, one in state.items()}
 
 
 def one_exchange(move: Transfer) -> Callable[[], object]:
@@ -66,32 +89,33 @@ def one_exchange(move: Transfer) -> Callable[[], object]:
     return lambda: dist.all_to_all_single(out, sent, taken, given)
 
 
-def tensor_by_tensor(trainer: axes.Mesh, server: axes.Mesh, held: Any, into: Any) -> Callable[[], object]:
+def tensor_by_tensor(state: State, trainer: axes.Mesh, server: axes.Mesh, held: Any, into: Any) -> Callable[[], object]:
     """Gathered by DTensor, broadcast whole, sliced by those that want a part."""
     group = dist.new_group([0, *server.universe.ranks])
     device_mesh = trainer.device_mesh if held is not None else None
     have = {} if held is None else {n: DTensor.from_local(x, device_mesh, [Shard(0)]) for n, x in held.items()}
 
     def run() -> None:
-        for name, shape in SHAPES.items():
+        for name, (shape, _, target) in state.items():
             whole = have[name].full_tensor() if have else torch.empty(shape)
             if dist.get_rank() in (0, *server.universe.ranks):
                 dist.broadcast(whole, 0, group=group)
             if into is not None:
-                into[name].copy_(whole[server.sharding(TARGETS[name]).local_indices(shape)])
+                into[name].copy_(whole[server.sharding(target).local_indices(shape)])
 
     return run
 
 
-def measured(what: str) -> tuple[float, float]:
+def measured(make: Callable[[], State], at_once: bool) -> tuple[float, float]:
     torch.set_num_threads(1)
-    trainer, server, move = sides()
-    held, into = shards(trainer, SOURCES), shards(server, TARGETS)
+    state = make()
+    trainer, server, move = sides(state)
+    held, into = shards(trainer, state, 0), shards(server, state, 1)
 
     def ours() -> object:
         return move(held or {}, into or {})
 
-    theirs = one_exchange(move) if what == "exchange" else tensor_by_tensor(trainer, server, held, into)
+    theirs = one_exchange(move) if at_once else tensor_by_tensor(state, trainer, server, held, into)
     with torch.no_grad():
         found = [(seconds(ours), seconds(theirs)) for _ in range(ROUNDS + 2)][2:]
     medians = [statistics.median(column) for column in zip(*found, strict=True)]
@@ -109,8 +133,9 @@ def seconds(call: Callable[[], object]) -> float:
 def python_of_a_round(rounds: int = 20) -> float:
     """Seconds of a rank's processor time before the first byte of a round that finds everything as it was."""
     torch.set_num_threads(1)
-    trainer, server, move = sides()
-    held, into = shards(trainer, SOURCES) or {}, shards(server, TARGETS) or {}
+    state = of_blocks()
+    trainer, server, move = sides(state)
+    held, into = shards(trainer, state, 0) or {}, shards(server, state, 1) or {}
     for _ in range(2):
         move(held, into)
     run, times = run_of(move, None), []
@@ -122,17 +147,29 @@ def python_of_a_round(rounds: int = 20) -> float:
     return statistics.median(times)
 
 
-STATE = "200 tensors, 256 MB, `fsdp=4` to `dp=2 tp=2` on other ranks"
+WAY = "`fsdp=4` to `dp=2 tp=2` on other ranks"
+STATE = f"200 tensors, 256 MB, {WAY}"
+EXCHANGE = "one `all_to_all_single` of as many bytes"
 
 
-@benchmark(f"axes.transfer of {STATE}", peer="one `all_to_all_single` of as many bytes", bar=1 / 1.15)
+@benchmark(f"axes.transfer of {STATE}", peer=EXCHANGE, bar=0.85)
 def beside_one_exchange() -> Times:
-    return Times(*axes.launch(measured, RANKS, "exchange")[0])
+    return Times(*axes.launch(measured, RANKS, of_blocks, True)[0])
+
+
+@benchmark(f"axes.transfer of 512 tensors of 16 KiB, {WAY}", peer=EXCHANGE, bar=0.5)
+def beside_one_exchange_of_small_tensors() -> Times:
+    return Times(*axes.launch(measured, RANKS, of_many, True)[0])
+
+
+@benchmark(f"axes.transfer of 300 tensors of 1 KiB to 8 MiB, {WAY}", peer=EXCHANGE, bar=0.6)
+def beside_one_exchange_of_a_mixture() -> Times:
+    return Times(*axes.launch(measured, RANKS, mixed, True)[0])
 
 
 @benchmark(f"axes.transfer of {STATE}", peer="gather and broadcast, tensor by tensor", bar=5)
 def beside_tensor_by_tensor() -> Times:
-    return Times(*axes.launch(measured, RANKS, "tensors")[0])
+    return Times(*axes.launch(measured, RANKS, of_blocks, False)[0])
 
 
 @benchmark(f"before the first byte of a repeated axes.transfer of {STATE}", peer="two milliseconds", bar=1)
