@@ -16,8 +16,8 @@ Dims of both tensors through which one dim of a piece steps are *joined*: `(h k)
 of the source and in two of the target. What a rank has of either tensor is some stretches of the elements of a join,
 and of the piece all their combinations: a piece is planned as a tensor with a dim for each join.
 
->>> q.joins, q.extents
-((Join(dims=(0, 1), sides=((0,), (0,))), Join(dims=(2,), sides=((1,), (1,)))), (24, 5))
+>>> [(join.sides, [dim.name for dim in join.dims]) for join in q.joins], q.extents
+([(((0,), (0,)), ['g', 'r k']), (((1,), (1,)), ['d'])], (24, 5))
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 from axes.algebra.chunks import Box, Runs, Tile, count, factor_runs, local_runs, merged
@@ -49,9 +48,9 @@ class PieceDim(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Dims of a piece that are joined. dims: the numbers of the piece's. sides: those of both tensors."""
+    """Dims of a piece that are joined. sides: the dims of both tensors through which they step."""
 
-    dims: tuple[int, ...]
+    dims: tuple[PieceDim, ...]
     sides: tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -104,10 +103,10 @@ class LayoutPiece:
 
     # as ranks have it
 
-    @cached_property
+    @property
     def extents(self) -> Shape:
         """The elements of each join."""
-        return tuple([math.prod([self.dims[at].size for at in join.dims]) for join in self.joins])
+        return tuple([math.prod([dim.size for dim in join.dims]) for join in self.joins])
 
     def pieces(self, side: int, sharding: Sharding) -> tuple[Pieces, ...]:
         """What a sharding of one of the tensors cuts each join into, numbered as the pieces of its dims together."""
@@ -125,29 +124,27 @@ class LayoutPiece:
 
     def _stretches(self, join: Join, side: int, runs: Sequence[tuple[int, int]]) -> Runs:
         """The elements of a join in a run of each of its dims of a tensor."""
-        order, choices = list[int](), []
-        for dim, (start, stop) in zip(join.sides[side], runs, strict=True):
-            steps = sorted(
-                [(-self.dims[at].ends[side][1], at) for at in join.dims if self.dims[at].ends[side][0] == dim]
-            )
-            order += [at for _, at in steps]
-            sizes = [(self.dims[at].size, -far) for far, at in steps]
-            begin = self.offsets[side][dim]
-            choices.append(list(boxes_in_run(sizes, start - begin, stop - begin)))
+        steps = [
+            sorted([dim for dim in join.dims if dim.ends[side][0] == at], key=lambda dim: -dim.ends[side][1])
+            for at in join.sides[side]
+        ]
+        begins = [self.offsets[side][at] for at in join.sides[side]]
+        choices = [
+            boxes_in_run([(dim.size, dim.ends[side][1]) for dim in own], start - begin, stop - begin)
+            for own, begin, (start, stop) in zip(steps, begins, runs, strict=True)
+        ]
         found = list[tuple[int, int]]()
         for boxes in itertools.product(*choices):
-            box = dict(zip(order, itertools.chain(*boxes), strict=True))
-            found += factor_runs(tuple([self.dims[at].size for at in join.dims]), tuple([box[at] for at in join.dims]))
+            box = dict(zip(itertools.chain(*steps), itertools.chain(*boxes), strict=True))
+            found += factor_runs(tuple([dim.size for dim in join.dims]), tuple([box[dim] for dim in join.dims]))
         return merged(sorted(found))
 
     def boxes(self, part: Tile, _: Tile) -> tuple[Box, ...]:
         """The elements of stretches of each join as boxes of the piece, in the order in which they are sent."""
+        wholes = [tuple([(0, dim.size) for dim in join.dims]) for join in self.joins]
         found: list[Box] = []
         for bounds in itertools.product(*part):
-            whole = [tuple([(0, self.dims[at].size) for at in join.dims]) for join in self.joins]
-            parts = [
-                cut_box(*each) if each[0] else [()] for each in zip(whole, *zip(*bounds, strict=True), strict=True)
-            ]
+            parts = [cut_box(whole, *each) for whole, each in zip(wholes, bounds, strict=True)]
             found += [tuple(itertools.chain(*boxes)) for boxes in itertools.product(*parts)]
         return tuple(found)
 
@@ -180,13 +177,13 @@ def layout_piece(
         first, *others = [group for group in groups if (1, two) in group or (0, one) in group]
         first.update(*others)
         groups = [group for group in groups if group not in others]
-    ordered, joins = list[PieceDim](), []
+    joins = []
     for group in groups:
         own = [dim for dim in kept if (1, dim.ends[1][0]) in group]
         here, there = [tuple(sorted([at for of, at in group if of == side])) for side in (0, 1)]
-        joins.append(Join(tuple(range(len(ordered), len(ordered) + len(own))), (here, there)))
-        ordered += own
-    return LayoutPiece(source, target, tuple(ordered), offsets, shapes, tuple(joins))
+        joins.append(Join(tuple(own), (here, there)))
+    dims = tuple(itertools.chain(*[join.dims for join in joins]))
+    return LayoutPiece(source, target, dims, offsets, shapes, tuple(joins))
 
 
 def boxes_in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Box]:

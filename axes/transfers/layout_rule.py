@@ -5,9 +5,9 @@ matters; each run is stepped through in both tensors. A block begins behind thos
 
 >>> print(layout_rule(("q", "k"), ("qk", "q d, k d -> (q + k) d")))
 q, k -> qk
->>> shapes, pieces = solved_pieces("q d, k d -> (q + k) d", ((6, 4), (2, 4)), ())
->>> shapes, [piece.offsets[1] for _, _, piece in pieces]
-(((8, 4),), [(0, 0), (6, 0)])
+>>> pieces = solved_pieces("q d, k d -> (q + k) d", ((6, 4), (2, 4)), ())
+>>> [(piece.offsets[1], piece.shapes[1]) for _, _, piece in pieces]
+[((0, 0), (8, 4)), ((6, 0), (8, 4))]
 """
 
 from __future__ import annotations
@@ -81,17 +81,16 @@ def name_pattern(text: str) -> NamePattern:
 class LayoutRule:
     """Names on both sides, and the expression between them. One side may have no names.
 
-    optional: tensors of these names needn't be there.
+    names: of both sides as they are written; with a `?` behind one of them the tensors needn't be there.
     """
 
+    names: tuple[tuple[str, ...], tuple[str, ...]]
     left: tuple[NamePattern, ...]
     right: tuple[NamePattern, ...]
     expression: str
-    optional: bool = False
 
     def __str__(self) -> str:
-        sides = [", ".join([pattern.text for pattern in side]) or "nothing" for side in (self.left, self.right)]
-        return " -> ".join(sides)
+        return " -> ".join([", ".join(side) or "nothing" for side in self.names])
 
     @property
     def items(self) -> list[Item]:
@@ -101,12 +100,10 @@ class LayoutRule:
 
     def entry(self, inverse: bool = False) -> tuple[Names, Names]:
         """The rule as a table has it, or its way back."""
-        end = "?" if self.optional else ""
-        left, right = [tuple([f"{pattern.text}{end}" for pattern in side]) for side in (self.left, self.right)]
-        texts = self.expression.split("->")
-        if inverse:
-            left, right, texts = right, left, texts[::-1]
-        return left or None, (*right, *([" -> ".join(map(str.strip, texts))] if self.expression else [])) or None
+        way = -1 if inverse else 1
+        left, right = self.names[::way]
+        text = " -> ".join(map(str.strip, self.expression.split("->")[::way]))
+        return left or None, (*right, *([text] if text else [])) or None
 
 
 def layout_rule(key: object, value: object) -> LayoutRule:
@@ -125,7 +122,7 @@ def layout_rule(key: object, value: object) -> LayoutRule:
     if not text and not alone:
         each = " ".join((*dict.fromkeys(itertools.chain(*[pattern.counters for pattern in patterns])), "..."))
         text = " -> ".join([", ".join([each] * len(side)) for side in sides])
-    rule = LayoutRule(sides[0], sides[1], text, any(name.endswith("?") for name in (*left, *right)))
+    rule = LayoutRule((tuple(left), tuple(right)), sides[0], sides[1], text)
     if not text:
         return rule
     if len({pattern.marks.count("*") for pattern in patterns}) > 1:
@@ -157,7 +154,7 @@ def _texts(names: object) -> list[Any]:
 
 # --- what becomes what
 
-_BLOCK = r"[^()+.]*\w[^()+.]*"
+_BLOCK = r"[^()+.\w]*\w[^()+.]*"
 _BLOCKS = re.compile(rf"\(((?P<before>[^()+]*)\()?(?P<blocks>{_BLOCK}(\+{_BLOCK})+)(?(before)\)(?P<behind>[^()+]*))\)")
 """A group that holds blocks, `(h k + g k)`: tensors in one dim, one behind the other; or `(g (r k + k) d)`."""
 
@@ -188,7 +185,7 @@ def sides_of(text: str) -> list[list[RulePart]]:
         )
     if text.count("->") != 1:
         raise ExpressionError("a layout rule has one '->'", text, text.rindex("->"))
-    if found := re.search(r"\([^)]*(\.\.\.).*->", text):
+    if found := re.search(r"\([^()]*(\.\.\.)", text[: text.index("->")]):
         raise ExpressionError("'...' in a group on the left leaves its sizes open; name the dims", text, *found.span(1))
     sides, at = list[list[RulePart]](), 0
     for side in text.split("->"):
@@ -264,23 +261,21 @@ def pairs_of(text: str) -> list[tuple[RulePart, RulePart]]:
 @functools.lru_cache(maxsize=4096)
 def solved_pieces(
     text: str, shapes: tuple[Shape, ...], given: tuple[tuple[str, int], ...]
-) -> tuple[tuple[Shape, ...], tuple[tuple[int, int, LayoutPiece], ...]]:
-    """The shapes of the right side, and the pieces, each behind the numbers of both tensors.
+) -> list[tuple[int, int, LayoutPiece]]:
+    """What is the same in tensors of both sides, each piece behind their numbers.
 
     shapes: of the left side. given: sizes of names. Raises `SizeError` where sizes don't follow or don't fit.
     """
     text = _without_dots(text, shapes)
     (left, right), sizes = sides_of(text), _Sizes(text, shapes, given)
-    wholes: dict[int, Shape] = {}
     pieces = []
     for one, two in pairs_of(text):
         runs = _neighbours(one) & _neighbours(two)
         here, start, source = _placed(one, left, runs, sizes)
         there, end, target = _placed(two, right, runs, sizes)
-        wholes[two.tensor] = target
         steps = [PieceDim(" ".join(run), sizes.product(run), (step, there[run])) for run, step in here.items()]
         pieces.append((one.tensor, two.tensor, layout_piece("", "", steps, (start, end), (source, target))))
-    return tuple([wholes[number] for number in range(len(wholes))]), tuple(pieces)
+    return pieces
 
 
 def _without_dots(text: str, shapes: Sequence[Shape]) -> str:
@@ -290,8 +285,10 @@ def _without_dots(text: str, shapes: Sequence[Shape]) -> str:
     found = text.replace("...", " ".join([f"dim{at}" for at in range(*dots[:1])])) if dots else text
     for part in sides_of(found)[0]:
         if len(part.dims) != len(shapes[part.tensor]):
-            message = f"'{firsts[part.tensor].text}' has {len(part.dims)} dims; the tensor has"
-            raise SizeError(f"{message} {len(shapes[part.tensor])}\nin  {text}")
+            raise SizeError(
+                f"'{firsts[part.tensor].text}' has {len(part.dims)} dims; the tensor has {len(shapes[part.tensor])}\n"
+                f"in  {text}"
+            )
     return found
 
 
@@ -332,8 +329,7 @@ class _Sizes:
         if len(rests) == 1:
             size, over = divmod(total - known, each) if each else (0, 1)
             if over or size < 0:
-                more = f" from {known} on" if known else ""
-                raise SizeError(f"{total} doesn't divide by {each}{more}:  {_written(blocks)}\nin  {self.text}")
+                raise SizeError(f"{total - known} doesn't divide by {each}:  {_written(blocks)}\nin  {self.text}")
             self.products[rests.pop()] = size
 
     def product(self, names: Run) -> int:
@@ -386,10 +382,5 @@ def _placed(
 
 def _cut(names: Run, joined: Collection[Run]) -> list[Run]:
     """Names as runs: those that are joined in one."""
-    found: list[Run] = []
-    for name in names:
-        if found and (found[-1][-1], name) in joined:
-            found[-1] += (name,)
-        else:
-            found.append((name,))
-    return found
+    cuts = [at for at in range(len(names) + 1) if names[at - 1 : at + 1] not in joined]  # 0 and the end are no pairs
+    return [names[start:stop] for start, stop in itertools.pairwise(cuts)]

@@ -35,27 +35,31 @@ Table = Mapping[Names, Names] | Iterable[tuple[Names, Names]]
 _LINES = 8
 _SAME = layout_rule("*", "*")
 
-_Numbers = tuple[int, ...]
-"""The numbers in a name, one for each `{e}`."""
-
 _Instance = tuple[int, tuple[str, ...]]
 """The number of a rule, -1 where no rule is about a tensor; and the text of each `*`."""
 
-_Taken = Mapping[int, Mapping[_Numbers, str]]
+_Taken = dict[int, dict[tuple[int, ...], str]]
 """For each name of the left of a rule the tensors, by the numbers in their names."""
+
+_Pieces = dict[str, list[LayoutPiece]]
+"""The pieces of each target."""
 
 
 @dataclass(frozen=True)
 class LayoutChange:
     """Tensors of one program as those of another: what a table of rules says of given shapes.
 
-    sources, targets: the shapes by name. pieces: for each target the parts of sources that it is made of; each element
-    of a target is in one piece.
+    sources: the shapes by name. pieces: for each target the parts of sources that it is made of; each element of a
+    target is in one piece.
     """
 
-    sources: Mapping[str, Shape]
-    targets: Mapping[str, Shape]
-    pieces: Mapping[str, Sequence[LayoutPiece]]
+    sources: dict[str, Shape]
+    pieces: _Pieces
+
+    @functools.cached_property
+    def targets(self) -> dict[str, Shape]:
+        """The shapes of the targets by name."""
+        return {name: pieces[0].shapes[1] for name, pieces in self.pieces.items()}
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -83,7 +87,7 @@ class _NameTable:
         self.marked = re.compile("|".join(marked) or "(?!)", re.DOTALL)
         self.plain = {pattern.text: at for at, pattern in reversed(places) if not pattern.marks}
 
-    def find(self, name: str) -> tuple[_Instance, int, _Numbers] | None:
+    def find(self, name: str) -> tuple[_Instance, int, tuple[int, ...]] | None:
         """The first rule that has a name, with which of its names that is, and the numbers in it."""
         found = self.marked.fullmatch(name)
         places = [int(str(found.lastgroup)[1:])] if found else []
@@ -141,15 +145,11 @@ class LayoutRules:
             raise ShardingError(f"layout rules are a mapping from names to names, or pairs; found {shown(table)}")
         self.rules = tuple([layout_rule(*entry) for entry in entries])
         self.sizes = written_sizes(keywords, sizes)
+        self._names = frozenset([item.name for rule in self.rules for item in rule.items])
         given_sizes(dict(self.sizes), None, (), self._names)
         self._given = [tuple(given_sizes(dict(self.sizes), None, rule.items).items()) for rule in self.rules]
         self._left = _NameTable(rule.left for rule in self.rules)
         self._right = _NameTable(rule.right for rule in self.rules)
-
-    @property
-    def _names(self) -> frozenset[str]:
-        """The names in the expressions, which sizes may be given for."""
-        return frozenset([item.name for rule in self.rules for item in rule.items])
 
     @property
     def inverse(self) -> LayoutRules:
@@ -184,45 +184,44 @@ class LayoutRules:
         would have; `SizeError` for sizes that don't follow from the shapes.
         """
         if not isinstance(shapes, Mapping) or not all(isinstance(name, str) for name in shapes):
-            example = "{'q': (8, 4)}"
-            raise ShardingError(f"shapes are a mapping from names to shapes, like {example}; found {shown(shapes)}")
+            raise ShardingError(
+                f"shapes are a mapping from names to shapes, like {{'q': (8, 4)}}; found {shown(shapes)}"
+            )
         sources = {name: checked_tensor_shape(shape) for name, shape in shapes.items()}
-        instances: dict[_Instance, dict[int, dict[_Numbers, str]]] = {}
+        instances: dict[_Instance, _Taken] = {}
         for name in sources:
             instance, slot, numbers = self._left.find(name) or ((-1, (name,)), 0, ())
             instances.setdefault(instance, {}).setdefault(slot, {})[numbers] = name
         self._check_all_used({number for number, _ in instances}, sources)
-        targets, pieces = dict[str, Shape](), dict[str, list[LayoutPiece]]()
+        pieces = _Pieces()
         for (number, stars), taken in instances.items():
             rule, given = (self.rules[number], self._given[number]) if number >= 0 else (_SAME, ())
-            made, parts = _made(rule, given, stars, taken, sources) if rule.right else ({}, {})
-            for target in made:
-                first = parts[target][0].source
-                if target in targets:
+            parts = _made(rule, given, stars, taken, sources) if rule.right else {}
+            for target, (first, *_) in parts.items():
+                if target in pieces:
                     raise ShardingError(
-                        f"two tensors would be {shortened(target)}: {pieces[target][0].source} and {first}\n"
+                        f"two tensors would be {shortened(target)}: {pieces[target][0].source} and {first.source}\n"
                         "give one of them another name, or say {name: None} of the one that nobody needs"
                     )
                 if self.keeps(target):
                     raise ShardingError(
                         f"{shortened(target)} would keep its values, by the layout rules, and be written from "
-                        f"{shortened(first)}\ntake it out of {{None: names}}, or the source out of the table"
+                        f"{shortened(first.source)}\ntake it out of {{None: names}}, or the source out of the table"
                     )
-            targets |= made
             pieces |= parts
-        return LayoutChange(sources, targets, pieces)
+        return LayoutChange(sources, pieces)
 
     def _check_all_used(self, used: set[int], sources: Mapping[str, Shape]) -> None:
         """`ShardingError` with the rules that are about no tensor."""
-        idle = [rule for at, rule in enumerate(self.rules) if at not in used and rule.left and not rule.optional]
+        unused = [rule for at, rule in enumerate(self.rules) if at not in used and rule.left]
+        idle = [rule for rule in unused if not any(name.endswith("?") for name in itertools.chain(*rule.names))]
         lines = ["layout rules that are about no tensor (a '?' behind a name says that it needn't be there)"]
         known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sources) if idle else {}
         for rule in idle[:_LINES]:
+            firsts = [self._left.find(name) for name in sources if any(pattern.match(name) for pattern in rule.left)]
+            wider = [f": behind a wider one, {self.rules[first[0][0]]}" for first in firsts[:1] if first is not None]
             near = suggestion(re.sub(r"{.*?}", "*", rule.left[0].text), known)
-            matched = next((name for name in sources if any(pattern.match(name) for pattern in rule.left)), "")
-            if matched and (first := self._left.find(matched)):
-                near = f": behind a wider one, {self.rules[first[0][0]]}"
-            lines.append(f"  {rule}{near}")
+            lines.append(f"  {rule}{''.join(wider) or near}")
         if idle:
             more = [f"  and {len(idle) - _LINES} more"] if len(idle) > _LINES else []
             raise ShardingError("\n".join([*lines, *more]))
@@ -234,34 +233,32 @@ def _made(
     stars: tuple[str, ...],
     taken: _Taken,
     sources: Mapping[str, Shape],
-) -> tuple[dict[str, Shape], dict[str, list[LayoutPiece]]]:
+) -> _Pieces:
     """The targets of a rule for one text of each `*`, and their pieces."""
     shapes = tuple([_whole_shape(rule, stars, slot, taken, sources) for slot in range(len(rule.left))])
     try:
-        wholes, pieces = solved_pieces(rule.expression, shapes, given)
+        pieces = solved_pieces(rule.expression, shapes, given)
     except SizeError as error:
         found = ", ".join(
             [f"{name} {list(sources[name])}" for names in taken.values() for name in [*names.values()][:1]]
         )
         raise SizeError(f"{error}\nof {found}, by the rule {rule}") from None
-    targets = dict[str, Shape]()
-    for pattern, whole in zip(rule.right, wholes, strict=True):
-        depth = len(pattern.counters)
-        for numbers in itertools.product(*map(range, whole[:depth])):
+    parts, wholes = _Pieces(), {right: piece.shapes[1] for _, right, piece in pieces}
+    for slot, pattern in enumerate(rule.right):
+        for numbers in itertools.product(*map(range, wholes[slot][: len(pattern.counters)])):
             name = pattern.filled(stars, numbers)
-            if name in targets or pattern.match(name) != (stars, numbers):
-                why = "twice" if name in targets else "a name that reads as another rule's"
+            if name in parts or pattern.match(name) != (stars, numbers):
+                why = "twice" if name in parts else "a name that reads as another rule's"
                 raise ShardingError(
                     f"the rule {rule} makes {shortened(name)}, {why}; write more of the name beside '*'"
                 )
-            targets[name] = whole[depth:]
-    parts: dict[str, list[LayoutPiece]] = {name: [] for name in targets}
+            parts[name] = []
     for left, right, piece in pieces:
         depths = len(rule.left[left].counters), len(rule.right[right].counters)
         for here, there, part in _unstacked(piece, *depths):
             target = rule.right[right].filled(stars, there)
             parts[target].append(replace(part, source=taken[left][here], target=target))
-    return targets, parts
+    return parts
 
 
 def _whole_shape(

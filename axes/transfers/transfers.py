@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -107,11 +108,10 @@ def _group_of(kind: TensorKind, ranks_per_node: int) -> GroupExchange:
 
 @lru_cache(maxsize=4096)
 def _exchange_of(kind: TensorKind, ranks_per_node: int, rank: int) -> Exchange | None:
-    """What a rank does with tensors of a kind; None where it has no part in them."""
+    """What a rank does with tensors of a kind; None where it is on neither side."""
     if all(end.universe.position(rank) is None for end in kind[:2]):
         return None
-    group = _group_of(kind, ranks_per_node)
-    return group.exchange(rank) if rank in group.before.held or rank in group.after.held else None
+    return _group_of(kind, ranks_per_node).exchange(rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,12 +177,12 @@ class Transfer(providers.Pictured):
             target.setdefault(one.target_name, TransferEnd(one.target, one.shapes[1], arrives))
         return source, target
 
-    @cached_property
+    @property
     def sources(self) -> tuple[int, ...]:
         """The ranks that have any of the tensors, ascending."""
         return _ranks_of(one.source for one in self.tensors)
 
-    @cached_property
+    @property
     def targets(self) -> tuple[int, ...]:
         """The ranks that get any of them, ascending."""
         return _ranks_of(one.target for one in self.tensors)
@@ -195,7 +195,7 @@ class Transfer(providers.Pictured):
     # this rank's part
 
     def exchange(self, tensor: int) -> Exchange | None:
-        """What this rank sends, receives and keeps of a tensor; None where it has no part in it."""
+        """What this rank sends, receives and keeps of a tensor; None where it is on neither side."""
         return _exchange_of(self.tensors[tensor].kind, self.ranks_per_node, self.rank)
 
     @cached_property
@@ -241,7 +241,7 @@ class Transfer(providers.Pictured):
         tensors = sum(size * volume(tile) for size, tile in sizes if tile is not None)
         return tensors + min(2, len(self.steps)) * sum(buffers)
 
-    @cached_property
+    @property
     def cost(self) -> float:
         """Microseconds of this rank's part, bucket after bucket, as the default cost model reckons."""
         model, found, node = CostModel(ranks_per_node=self.ranks_per_node), 0.0, self.ranks_per_node
@@ -255,15 +255,14 @@ class Transfer(providers.Pictured):
     @cached_property
     def totals(self) -> tuple[dict[int, int], dict[int, int]]:
         """The bytes that every rank receives and sends: exact, and slower to find than any one rank's part."""
-        received, sent = dict.fromkeys(self.ranks, 0), dict.fromkeys(self.ranks, 0)
-        sizes: dict[TensorKind, int] = {}
+        received, sent = (Counter(dict.fromkeys(self.ranks, 0)) for _ in range(2))
+        sizes = Counter[TensorKind]()
         for one in self.tensors:
-            sizes[one.kind] = sizes.get(one.kind, 0) + one.itemsize
+            sizes[one.kind] += one.itemsize
         for kind, size in sizes.items():
             group = _group_of(kind, self.ranks_per_node)
-            for side, found in ((received, group.received), (sent, group.sent)):
-                for rank, count in found.items():
-                    side[rank] += count * size
+            received.update({rank: count * size for rank, count in group.received.items()})
+            sent.update({rank: count * size for rank, count in group.sent.items()})
         return received, sent
 
     @property
@@ -291,7 +290,7 @@ class Transfer(providers.Pictured):
         """Sixteen hex digits that ranks can compare: what is moved, from where to where, and in what buckets."""
         return hashlib.sha256(self.described.encode()).hexdigest()[:16]
 
-    @cached_property
+    @property
     def described(self) -> str:
         """All that ranks have to agree on, a line for each tensor."""
         idle = ", ".join([*sorted(self.idle[0]), *sorted(self.idle[1])])
@@ -331,8 +330,7 @@ class Transfer(providers.Pictured):
             )
         return "\n".join(lines)
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
 
 def _bytes_of(side: Slices) -> int:
@@ -395,10 +393,11 @@ def _on_own_ranks(mesh: Mesh) -> Mesh:
             f"Say which one it is, by one of its ranks: mesh.at(rank)[{names}]"
         )
     axes = " ".join([f"{name}={size}" for name, size in mesh.shape.items()])
-    more = {name: mesh.factored(layout) for name, layout in mesh.namespace.items() if name not in mesh.shape}
+    made = {name: mesh.factored(layout) for name, layout in mesh.namespace.items() if name not in mesh.shape}
+    more = [f"{name} = {' '.join(product)}" for name, product in made.items() if product]
     # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
     ranks = mesh.universe.group(mesh.layout_of_all, mesh.rank)
-    return Mesh(axes, *[f"{name} = {' '.join(own)}" for name, own in more.items() if own], ranks=ranks)
+    return Mesh(axes, *more, ranks=ranks, ranks_per_node=mesh.ranks_per_node)
 
 
 @lru_cache(maxsize=4096)
@@ -442,12 +441,12 @@ def _by_name(given: Any) -> Callable[[str], Any]:
     """
     if not isinstance(given, Mapping):
         return lambda name: given
-    values = list(given.values())
-    table = re.compile("|".join([f"({fnmatch.translate(each)})" for each in given]) or "(?!)")
+    listed = [each for each in given if re.search(r"[*?[]", each)]
+    table = re.compile("|".join([f"({fnmatch.translate(each)})" for each in listed]) or "(?!)")
 
     def found(name: str) -> Any:
         match = None if name in given else table.match(name)
-        return given.get(name) if match is None or match.lastindex is None else values[match.lastindex - 1]
+        return given.get(name) if match is None or match.lastindex is None else given[listed[match.lastindex - 1]]
 
     return found
 
@@ -517,7 +516,10 @@ def transfer(
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise ShardingError(f"{what} of axes.transfer map {hint}; found {shown(given)}")
     assert shapes is not None, "it has just been checked"
-    bucket_bytes, given_here = _checked_bucket(bucket_mb), dict(written_sizes(keywords, sizes))
+    number = bucket_mb if isinstance(bucket_mb, float) else whole_number(bucket_mb)
+    if number is None or not 0 < number <= 2**20:
+        raise SizeError(f"bucket_mb is a number of MiB above 0; found {shown(bucket_mb)}")
+    bucket_bytes, given_here = max(1, int(number * 2**20)), dict(written_sizes(keywords, sizes))
     wholes = dict[str, Shape]()
     for name in sorted(sources):
         if name not in shapes:
@@ -527,12 +529,11 @@ def transfer(
     change = table._sized(given_here).applied(wholes)
     for name in (*change.targets, *targets):
         if name not in targets or not (name in change.targets or table.keeps(name)):
-            why = f"targets lack {shortened(name)}, which sources become{suggestion(name, targets)}"
-            if name in targets:
-                why = f"no source becomes {shortened(name)} of targets{suggestion(name, change.targets)}"
+            lacks = f"targets lack {shortened(name)}, which sources become{suggestion(name, targets)}"
+            added = f"no source becomes {shortened(name)} of targets{suggestion(name, change.targets)}"
             raise ShardingError(
-                f"{why}; both sides have the same names, or rules= says how they relate: {{names: None}} of sources "
-                "that nobody needs, {None: name} of a target that keeps its values"
+                f"{added if name in targets else lacks}; both sides have the same names, or rules= says how they "
+                "relate: {names: None} of sources that nobody needs, {None: name} of a target that keeps its values"
             )
     for name in wholes if rules is None else ():
         with of_tensor(name):
@@ -557,7 +558,6 @@ def transfer(
             raise ShardingError(f"{shortened(pattern)} of dtype= matches no target{suggestion(pattern, targets)}")
     named = [factors_by_name(end) for end in {*sources.values(), *targets.values()} if isinstance(end, str)]
     given_sizes(given_here, None, (), sorted(table._names.union(*named)), "the specs")
-    read = {one.source_name for one in found}
     nodes = [end.mesh.ranks_per_node for one in found for end in (one.source, one.target)]
     return Transfer(
         *bucketed(found, bucket_bytes),
@@ -565,7 +565,7 @@ def transfer(
         rank=found[0].source.universe.ranks[0] if found else 0,
         ranks_per_node=next(filter(None, nodes), _NODE),
         home=own or others,
-        idle=(frozenset(sources.keys() - read), frozenset(targets.keys() - change.targets.keys())),
+        idle=(frozenset(change.unused), frozenset(targets.keys() - change.targets.keys())),
     )
 
 
@@ -575,10 +575,3 @@ def _shape_of(value: Any) -> Any:
         return getattr(value, "shape", value)
     except Exception:  # of the tensor's class
         return value
-
-
-def _checked_bucket(bucket_mb: object) -> int:
-    number = bucket_mb if isinstance(bucket_mb, float) else whole_number(bucket_mb)
-    if number is None or not 0 < number <= 2**20:
-        raise SizeError(f"bucket_mb is a number of MiB above 0; found {shown(bucket_mb)}")
-    return max(1, int(number * 2**20))
