@@ -303,7 +303,6 @@ GROUPS = (
         ("['tp']", "mapping"),
     )),
     *((f"axes.GroupOptions(timeout={wrong})", "MeshError", "positive timedelta or number of seconds") for wrong in ("0", "-1", "True", "'5'", "float('nan')", "[]")),
-    *((f"axes.GroupOptions(lane={wrong})", "MeshError", "GroupOptions.lane is a name such as 'gradients'; found") for wrong in ("1", "''")),
     *((f"axes.init_mesh('dp', device_type='cpu', ranks={ranks})", "MeshError", said) for ranks, said in (("[7, 8]", "world has 8 ranks"), ("[7, 7]", "more than once"), ("7", "sequence of distinct integers"))),
     ("axes.Mesh('dp=2').abort()", "MeshError", "algebra alone"),
     ("axes.Mesh.from_device_mesh(torch.ones(2))", "MeshError", "found Tensor"),

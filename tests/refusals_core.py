@@ -11,7 +11,7 @@ def told(program: str, error: str, cases: Sequence[tuple[str, str]]) -> list[tup
 
 
 COLLECTIVES = (
-    ("psum(L(6, 4), ('tp', 'cp', 'tp'))", "MeshError", "isn't a product of axes"),
+    ("psum(L(6, 4), ('tp', 'cp', 'tp'))", "MeshError", "found 'tp' twice"),
     ("psum(L(6, 4), ['tp'])", "MeshError", "an axis is a name like 'tp', or several like ('cp', 'tp'); found ['tp']"),
     ("psum(L(6, 4), 'tp', mesh=axes.Mesh('tp=2'))", "MeshError", "is algebra alone. Make it with axes.init_mesh(...)"),
     ("psum(L(6, 4), 'tp', mesh='tp')", "MeshError", "axes are looked up in an axes mesh; found str"),

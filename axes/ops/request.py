@@ -132,13 +132,8 @@ def _of_shards(request: Request) -> Request:
     return request
 
 
-def _dense(called: str, x: object) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor):
-        raise ShardingError(
-            f"axes.{called} takes a tensor; found {type(x).__name__}. Make an array one, by torch.as_tensor, or call "
-            f"einops.{called}"
-        )
-    check_dense(x, f"axes.{called}")
+def _dense(called: str, x: Any) -> torch.Tensor:
+    check_dense(x, f"axes.{called}", f". Make an array one, by torch.as_tensor, or call einops.{called}")
     return as_plain(x)
 
 

@@ -132,8 +132,6 @@ def reshard(
 def _of_shard(x: Any, request: Request) -> torch.Tensor:
     """`reshard` of a plain tensor: a rearrangement that leaves the dims where they are."""
     spec = request.text
-    if not isinstance(x, torch.Tensor):
-        raise ShardingError(f"axes.reshard takes a tensor; found {type(x).__name__}")
     check_dense(x, "axes.reshard")
     if not isinstance(spec, str) or "->" not in spec:
         check_transforms("axes.reshard")

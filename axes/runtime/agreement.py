@@ -57,17 +57,14 @@ T = TypeVar("T")
 LINGER_SECONDS = 5.0
 """Seconds that the host of a store stays for others, and that connecting may take longer than torch says."""
 
-_HOST = 0
 _JOBS = "the job's store"
 _SILENCE_SECONDS = 1.0
-_REPORT_SECONDS = 1.0
 
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
 _STALLED_SECONDS = 30.0
 _RANKS_SHOWN = 16
 _UNSEEN = "hasn't been seen: it is still starting, has ended, is stopped, or makes no mesh"
-_KEYS = ("stated", "came", "count", "end", "left")
 
 
 class MissedError(DesyncError):
@@ -145,15 +142,16 @@ def agree_at(
     A rank that can't come states the error that it raises: that ends the barrier for all its members, and isn't raised
     here.
     """
-    subject, limit = barrier.subject, timeout.total_seconds()
+    limit = timeout.total_seconds()
     if len(barrier.members) == 1:
         return [told]
-    if not isinstance(statement, Exception):
-        agreed = functools.partial(_agreed, member, barrier, statement, limit, told)
-        return in_time(subject, limit + LINGER_SECONDS, agreed, member.store_name)
-    with contextlib.suppress(DesyncError):  # the caller's own error matters more
-        in_time(subject, LINGER_SECONDS, functools.partial(_refused, member, barrier, statement), member.store_name)
-    return [told]
+    if isinstance(statement, Exception):
+        call = functools.partial(_refused, member, barrier, statement)
+        with contextlib.suppress(DesyncError):  # the caller's own error matters more
+            in_time(barrier.subject, LINGER_SECONDS, call, member.store_name)
+        return [told]
+    agreed = functools.partial(_agreed, member, barrier, statement, limit, told)
+    return in_time(barrier.subject, limit + LINGER_SECONDS, agreed, member.store_name)
 
 
 def leave_word(member: Member, text: str, seconds: float = LINGER_SECONDS) -> None:
@@ -170,7 +168,7 @@ def without_report(member: Member, barriers: Iterable[Barrier]) -> str:
     """
     for barrier in barriers:
         try:
-            agree_at(member, barrier, "", timedelta(seconds=_REPORT_SECONDS))
+            agree_at(member, barrier, "", timedelta(seconds=1))
             break
         except MissedError:
             continue
@@ -202,11 +200,10 @@ def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str
     try:
         return outcome.result()
     except dist.DistError as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        host = f": the launcher where it has an agent, as torchrun has, else rank {_HOST}"
+        host = ": the launcher where it has an agent, as torchrun has, else rank 0" if store_name == _JOBS else ""
         raise DesyncError(
-            f"{store_name} can't be reached in {subject}: {first}\n"
-            f"Its host may have ended, and says why{host if store_name == _JOBS else ''}"
+            f"{store_name} can't be reached in {subject}: {first_line(error)}\n"
+            f"Its host may have ended, and says why{host}"
         ) from error
 
 
@@ -223,14 +220,19 @@ def connected(member: Member, barrier: Barrier, seconds: float, connect: Callabl
             if isinstance(error, OF_ONE_RANK):
                 raise
             report = replace(barrier, key=f"{barrier.key}/failure", subject=failure(barrier.subject), advice="")
-            said = (str(error).splitlines() or [type(error).__name__])[0] + without_report(member, [report])
-            raise DesyncError(f"{barrier.subject} failed on rank {member.rank}, in connecting: {said}") from error
+            said = f"{barrier.subject} failed on rank {member.rank}, in connecting: {first_line(error)}"
+            raise DesyncError(said + without_report(member, [report])) from error
 
     return in_time(barrier.subject, seconds + LINGER_SECONDS, run, member.store_name)
 
 
 OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
 """Runtime errors of this rank alone, which no backend has for others."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, else its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def failure(what: str) -> str:
@@ -243,24 +245,19 @@ def failure(what: str) -> str:
 
 def _agreed(member: Member, barrier: Barrier, statement: str, limit: float, told: Any) -> list[Any]:
     """State the text at the barrier and wait for its end: what ranks have told, or its error."""
-    store, key, shown = member.store, barrier.key, barrier.doing or statement
-    mine = [member.rank, statement, shown]
+    store, key, mine = member.store, barrier.key, [member.rank, statement, barrier.doing or statement]
     first = json.loads(store.compare_set(f"{key}/stated", "", json.dumps(mine)))
     store.append(f"{key}/came", json.dumps([member.rank, told]) + "\n")
-    if first[1] != statement:
-        _end(member, barrier, _mismatch(member, barrier, first, mine))
-    elif store.add(f"{key}/count", 1) == len(barrier.members):
-        _end(member, barrier, "")
+    mismatch = "" if first[1] == statement else _mismatch(member, barrier, first, mine)
+    if mismatch or store.add(f"{key}/count", 1) == len(barrier.members):
+        _end(member, barrier, mismatch)
     _leave_note(member, f"waits for {barrier.seen}")
     error, missing = _wait_for_end(member, barrier, limit, first[0] == member.rank)
     _leave_note(member, f"was last seen {'failing' if error else 'passing'} in {barrier.seen}")
-    if error:
-        _leave(member, barrier, len(barrier.members) - len(missing))
-        if error.startswith(_DISAGREE) and _indented(shown) not in error:
-            error += f"\nThis rank, {member.rank}, holds: {_indented(shown)}"
-        raise (MissedError if member.rank in missing else DesyncError)(error)
-    every = {} if told is None else _came(member, barrier)
-    _leave(member, barrier, 0)
+    every = {} if error or told is None else _came(member, barrier)
+    _leave(member, barrier, len(barrier.members) - len(missing) if error else 0)
+    if error:  # of several mismatches a rank shows its own
+        raise (MissedError if member.rank in missing else DesyncError)(mismatch or error)
     return [every.get(rank) for rank in barrier.members]
 
 
@@ -282,27 +279,23 @@ def _wait_for_end(member: Member, barrier: Barrier, limit: float, warns: bool) -
 
     One of the ranks that wait `warns`. The time of the first that came is up first, and it reports who is missing.
     """
-    end = f"{barrier.key}/end"
 
     def ended(patience: float) -> bool:
-        return polled(lambda: member.store.check([end]), patience, len(barrier.members) / 20_000)
+        return polled(lambda: member.store.check([f"{barrier.key}/end"]), patience, len(barrier.members) / 20_000)
 
     over = ended(min(limit, _STALLED_SECONDS))
-    if not over and warns and limit > _STALLED_SECONDS:
-        missing, text = _missing(member, barrier, f"for {_STALLED_SECONDS:.0f} s so far")
-        if missing:
+    if not over and limit > _STALLED_SECONDS:
+        if warns and (text := _missing(member, barrier, f"for {_STALLED_SECONDS:.0f} s so far")[0]):
             warnings.warn(text, stacklevel=2)
-    if not over and not ended(limit - _STALLED_SECONDS):
-        missing, text = _missing(member, barrier, f"within {limit:g} s")
-        # All may have come, and one be gone before it was counted: the next barrier says that it is missing.
-        _end(member, barrier, text if missing else "", missing)
-    error, absent = json.loads(member.store.get(end))
-    return error, absent
+        over = ended(limit - _STALLED_SECONDS)
+    if not over:
+        _end(member, barrier, *_missing(member, barrier, f"within {limit:g} s"))
+    return tuple(json.loads(member.store.get(f"{barrier.key}/end")))
 
 
 def polled(condition: Callable[[], bool], patience: float, slowest: float = 0.0) -> bool:
     """Whether a condition becomes true within some seconds; asked ever more slowly."""
-    started, waited = time.monotonic(), 0.0
+    started = time.monotonic()
     while not condition():
         waited = time.monotonic() - started
         if waited >= patience:
@@ -317,8 +310,11 @@ def _came(member: Member, barrier: Barrier) -> dict[int, Any]:
     return dict(map(json.loads, member.store.get(f"{barrier.key}/came").decode().splitlines()))
 
 
-def _missing(member: Member, barrier: Barrier, how_long: str) -> tuple[list[int], str]:
-    """The members that haven't come, and a text that says so, with where each was last seen."""
+def _missing(member: Member, barrier: Barrier, how_long: str) -> tuple[str, list[int]]:
+    """A text that says which members haven't come, with where each was last seen, and these members.
+
+    All may have come, and one be gone before it was counted: then it is "", and the next barrier says who is missing.
+    """
     came = _came(member, barrier)
     missing = [rank for rank in barrier.members if rank not in came]
     lines = [f"{member.who(missing)} didn't come to {barrier.subject} {how_long}:"]
@@ -326,18 +322,18 @@ def _missing(member: Member, barrier: Barrier, how_long: str) -> tuple[list[int]
     lines += [f"  {member.who(sorted(came))} waited for {barrier.seen}", barrier.advice]
     said = [(rank, text) for rank, text in sorted(came.items()) if text and isinstance(text, str)]
     lines += [f"  {member.who([rank])}: {_indented(text)}" for rank, text in said]
-    return missing, "\n".join(filter(None, lines))
+    return "\n".join(filter(None, lines)) if missing else "", missing
 
 
 def _leave(member: Member, barrier: Barrier, present: int) -> None:
     """Says that this rank has read the end. Of `present` ranks the host of the store goes last, or after a while."""
     store, left, patience = member.store, f"{barrier.key}/left", time.monotonic() + LINGER_SECONDS
     with contextlib.suppress(dist.DistError):  # the error that is being reported matters more than a store that is gone
-        hosts = member.rank == _HOST and member.store_name == _JOBS
+        hosts = member.rank == 0 and member.store_name == _JOBS
         while hosts and store.add(left, 0) < present - 1 and time.monotonic() < patience:
             time.sleep(0.005)
         if store.add(left, 1) == len(barrier.members):
-            for part in _KEYS:
+            for part in ("stated", "came", "count", "end", "left"):
                 store.delete_key(f"{barrier.key}/{part}")
 
 
@@ -360,12 +356,10 @@ def _last_seen(member: Member, rank: int) -> str:
 
 # Text
 
-_DISAGREE = "ranks disagree in "
-
 
 def _mismatch(member: Member, barrier: Barrier, *said: list[Any]) -> str:
     lines = [f"  {member.who([rank])}: {_indented(shown)}" for rank, _, shown in sorted(said)]
-    return "\n".join(filter(None, [f"{_DISAGREE}{barrier.subject}:", *lines, barrier.advice]))
+    return "\n".join(filter(None, [f"ranks disagree in {barrier.subject}:", *lines, barrier.advice]))
 
 
 def _indented(text: str) -> str:

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
+from axes.algebra.errors import MeshError, ShardingError, SizeError
 from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import Shape
 from axes.runtime import torch_private
-from axes.runtime.graphs import check_groups, kept
+from axes.runtime.graphs import kept
 from axes.runtime.groups import group_of, of_world
 from axes.runtime.operation import PLAIN, Operation, collective, waited
 
@@ -69,7 +69,6 @@ def group_along(mesh: Mesh, axis: AxisName) -> AxisGroup:
     mesh without a running job, and on a rank outside the mesh.
     """
     if torch.compiler.is_compiling():
-        check_groups()
         return getattr(kept, _keep(mesh, axis))
     if mesh.binding is None or mesh._view is not None:
         mesh._bound(f"a collective over {axis!r}")
@@ -99,12 +98,7 @@ def axis_layout(mesh: Mesh, axis: AxisName) -> tuple[Layout, str]:
         if len(names) > 1 and {*names} <= {*mesh.namespace}:
             raise MeshError(f"several axes are a tuple: write {names} for {axis!r}")
         return mesh.layout(axis), axis
-    name = " ".join(axis)
-    layouts = [mesh.layout(each) for each in axis]
-    try:
-        return Layout.product(*layouts), name
-    except AxesError as error:
-        raise MeshError(f"'{name}' isn't a product of axes: {error}") from None
+    return mesh[axis].layout_of_all if axis else Layout(), " ".join(axis)
 
 
 def all_reduce(x: torch.Tensor, op: str, group: AxisGroup) -> torch.Tensor:
@@ -160,11 +154,8 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, group: Axis
     received = _carried_out("all_to_all", described, sent, receives, sends, (sum(receives),))
     if source is not None:
         return received.view(x.shape)
-    if not torch.compiler.is_compiling():
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
     # A compiled graph drops what nobody uses, and with it what this rank sends: so use the nothing that came.
-    nothing = received.view(torch.uint8).sum().to(torch.uint8)
-    zeros = torch.zeros(x.numel() * x.element_size(), dtype=torch.uint8, device=x.device) + nothing
+    zeros = torch.nn.functional.pad(received.view(torch.uint8), (0, count * x.element_size()))
     return zeros.view(x.dtype).view(x.shape)
 
 
@@ -322,8 +313,6 @@ def moved(
 class Functional:
     """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
 
-    __slots__ = ("is_fake", "name", "size")
-
     def __init__(self, name: str, size: int, is_fake: bool):
         self.name, self.size, self.is_fake = name, size, is_fake
 
@@ -435,6 +424,5 @@ def _swapped(bits: torch.Tensor) -> torch.Tensor:
 @of_world(512)
 def communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Communicator:
     """The collectives of a group for a dtype; made once."""
-    if eager:
-        return Communicator(torch_private.Collectives(group), dtype)
-    return Communicator(Functional(group.group_name, group.size(), dist.get_backend(group) == "fake"), dtype)
+    traced = Functional(group.group_name, group.size(), dist.get_backend(group) == "fake")
+    return Communicator(torch_private.Collectives(group) if eager else traced, dtype)

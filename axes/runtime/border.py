@@ -47,7 +47,6 @@ from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.graphs import (
-    check_groups,
     fixed,
     guard_whole_sizes,
     hint,
@@ -439,7 +438,6 @@ def traced(
     """
     leaves = [resolves and isinstance(x, DTensor) and x.is_leaf and x.requires_grad for x in tensors]
     resolve = tuple([leaf and not _is_left_to_fsdp(x) for x, leaf in zip(tensors, leaves, strict=True)])
-    check_groups(*[x.device_mesh for x in tensors if isinstance(x, DTensor)])
     found = _node(kept_name(run, *what), device_mesh, resolve, tuple(numbers), *tensors)
     guard_whole_sizes()
     return found

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -26,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
-from axes.runtime.linear import count_writes
 from axes.runtime.sharded import take_shard
 from axes.runtime.torch_placements import sharding_of_spec
 
@@ -61,9 +61,8 @@ def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
     strided = any(isinstance(p, torch_private.StridedShard) for p in spec.placements)
     if not strided or 0 in spec.shape or any(p.is_partial() for p in spec.placements):
         return None
-    sharding, shape = sharding_of_spec(spec), tuple(x.shape)
-    found = _boxes(sharding, shape, sharding.mesh.rank)
-    return None if len(found) == 1 and sharding.divides(shape) else found
+    found = parts_of(x)
+    return None if len(found) == 1 and sharding_of_spec(spec).divides(tuple(x.shape)) else found
 
 
 def parts_of(x: torch.Tensor) -> tuple[Box, ...]:
@@ -105,17 +104,13 @@ def _slices(starts: Shape, sizes: Shape) -> tuple[slice, ...]:
 def install() -> None:
     """Has torch ask here about DTensors that are split by a factor."""
     for name, ours in _PROTOCOL.items():
-        setattr(DTensor, name, _asking(getattr(DTensor, name), ours))
-    torch_private.replace_distribution_of_state_dicts(_distributing)
+        torch_private.stand_in(DTensor, name, functools.partial(_asked, ours))
+    torch_private.replace_distribution_of_state_dicts(_distribute)
 
 
-def _asking(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def method(self: DTensor, *args: Any) -> Any:
-        boxes = boxes_of(self)
-        return own(self, *args) if boxes is None else ours(self, boxes, *args)
-
-    return method
+def _asked(ours: Callable[..., Any], own: Callable[..., Any], x: DTensor, *args: Any) -> Any:
+    boxes = boxes_of(x)
+    return own(x, *args) if boxes is None else ours(x, boxes, *args)
 
 
 def _write_items(x: DTensor, boxes: Sequence[Box], fqn: str, _: Any) -> list[Any]:
@@ -142,14 +137,8 @@ def _chunks(_: DTensor, boxes: Sequence[Box]) -> list[Any]:
 
 
 def _part(x: DTensor, boxes: Sequence[Box], index: Any) -> torch.Tensor:
-    offsets = None if index.offset is None else tuple(index.offset)
-    for box in boxes:
-        if box.offsets == offsets:
-            return box.within(x.to_local())
-    raise ShardingError(
-        f"'{index.fqn}' is {sharding_of_spec(torch_private.spec_of(x))}, of which this rank has parts at "
-        f"{[list(box.offsets) for box in boxes]}; a checkpoint asks for the one at {offsets}"
-    )
+    (box,) = [box for box in boxes if box.offsets == index.offset]  # one of its chunks
+    return box.within(x.to_local())
 
 
 _PROTOCOL: dict[str, Callable[..., Any]] = {
@@ -160,27 +149,14 @@ _PROTOCOL: dict[str, Callable[..., Any]] = {
 """DTensor's protocol for checkpoints (2.11 to 2.13), and what answers it for a shard of these boxes."""
 
 
-def _distributing(own: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(own)
-    def distribute(state: dict[str, Any], keys: Sequence[str], *rest: Any, **keywords: Any) -> None:
-        for key in keys:
-            x, whole = found if isinstance(found := state.get(key), tuple) else (None, None)
-            if isinstance(x, DTensor) and (x.device_mesh.get_coordinate() is None or boxes_of(x) is not None):
-                state[key] = _filled(x, whole)
-        own(state, keys, *rest, **keywords)  # which leaves tensors as they are
-
-    return distribute
-
-
-def _filled(x: DTensor, whole: torch.Tensor) -> DTensor:
-    """The DTensor with its shard of `whole`: in place, but where it has no memory yet."""
-    spec = torch_private.spec_of(x)
-    shard = take_shard(whole.detach(), sharding_of_spec(spec))
-    if x.is_meta:
-        return torch_private.dtensor(shard, spec)
-    torch_private.local_of(x).detach().copy_(shard)
-    count_writes([x])
-    return x
+def _distribute(own: Callable[..., None], state: dict[str, Any], keys: Sequence[str], *how: Any) -> None:
+    """Cut the whole tensors of a broadcast state dict into shards."""
+    for key in keys:
+        x, whole = found if isinstance(found := state.get(key), tuple) else (None, None)
+        if isinstance(x, DTensor) and (x.device_mesh.get_coordinate() is None or boxes_of(x) is not None):
+            spec = torch_private.spec_of(x)
+            state[key] = torch_private.dtensor(take_shard(whole.detach(), sharding_of_spec(spec)), spec)
+    own(state, keys, *how)  # which leaves tensors as they are
 
 
 @functools.lru_cache(maxsize=1)
@@ -190,19 +166,15 @@ def _refuse_files_with_one_part_of_a_tensor(writer: Any) -> None:
     It names what is in a file by the tensor alone, and would keep the last part. Done when such parts are
     first saved, since whoever saves has imported it.
     """
-    own = writer.prepare_local_plan
+    torch_private.stand_in(writer, "prepare_local_plan", _of_single_parts)
 
-    @functools.wraps(own)
-    def prepare_local_plan(self: Any, plan: Any) -> Any:
-        seen: dict[str, Any] = {}
-        for item in plan.items:
-            if seen.setdefault(item.index.fqn, item) is not item:
-                raise ShardingError(
-                    f"'{item.index.fqn}' is split by a factor of a dim, so that a rank has several parts of it, and "
-                    "a safetensors file has room for one. Save it whole, from "
-                    "get_model_state_dict(options=StateDictOptions(full_state_dict=True)), or with "
-                    "torch.distributed.checkpoint's own FileSystemWriter"
-                )
-        return own(self, plan)
 
-    writer.prepare_local_plan = prepare_local_plan
+def _of_single_parts(own: Callable[..., Any], writer: Any, plan: Any) -> Any:
+    if several := [name for name, count in Counter(item.index.fqn for item in plan.items).items() if count > 1]:
+        raise ShardingError(
+            f"'{several[0]}' is split by a factor of a dim, so that a rank has several parts of it, and "
+            "a safetensors file has room for one. Save it whole, from "
+            "get_model_state_dict(options=StateDictOptions(full_state_dict=True)), or with "
+            "torch.distributed.checkpoint's own FileSystemWriter"
+        )
+    return own(writer, plan)

@@ -38,7 +38,6 @@ from axes.runtime.groups import (
     current_world,
     of_world,
     options_of,
-    wrong_with_groups,
 )
 from axes.runtime.world import Binding
 
@@ -84,9 +83,8 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     with world.lock:
         mesh = _adopted(world, device_mesh)
         world.meshes[device_mesh] = device_mesh, mesh
-        if mesh.coordinate is not None:
-            # On torch 2.11 one that `_flatten` made isn't equal to one of the same layout.
-            world.meshes[_over_root(world, mesh)] = device_mesh, mesh
+        # On torch 2.11 one that `_flatten` made isn't equal to one of the same layout.
+        world.meshes[_over_root(world, mesh)] = device_mesh, mesh
     return mesh
 
 
@@ -103,8 +101,8 @@ def _over_root(world: World, mesh: Mesh) -> DeviceMesh:
 
 def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
     """The dims as one of this name, over the group that axes has for its ranks; None where torch made the root."""
-    root = torch_private.root_of(made)
-    if dist.group.WORLD is None or not any(known is root for known in current_world().roots.values()):
+    roots = [] if dist.group.WORLD is None else current_world().roots.values()
+    if not any(root is torch_private.root_of(made) for root in roots):
         return None
     mesh = from_device_mesh(made)
     return device_mesh(mesh._with(namespace={**mesh.namespace, name: mesh.layout_of_all})[name])
@@ -118,8 +116,12 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
         axis_names=tuple(names), namespace=layouts, binding=Binding(device)
     )
     member = universe.position(world.rank) is not None
-    if member and (wrong := wrong_with_groups(device_mesh)):
-        raise MeshError(wrong)
+    if member and torch_private.groups_are_gone(device_mesh):
+        raise MeshError(
+            "the process groups of this DeviceMesh have been ended, by axes.destroy_process_groups(), mesh.abort() or "
+            "torch.distributed: tensors on it are of no use any more. Make them anew on a mesh of axes, which makes "
+            "its groups when they are used"
+        )
     groups = {name: device_mesh.get_group(number) for number, name in enumerate(names) if member}
     for name, group in groups.items():
         _check_order(world, mesh, name, group)
@@ -151,8 +153,5 @@ def _check_order(world: World, mesh: Mesh, name: str, group: dist.ProcessGroup) 
 
 
 # What torch has to do otherwise for the meshes of axes.
-torch_private.look_for_flattened_dims()
-torch_private.keep_uneven_gradients()
-torch_private.gather_by_communicator()
 torch_private.replace_flattening(_flattened)
 checkpoint.install()

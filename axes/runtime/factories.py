@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -21,7 +20,7 @@ from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Indices, Sharding
-from axes.algebra.sizes import checked_flag, written_sizes
+from axes.algebra.sizes import written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.runtime.border import resolving
 from axes.runtime.sharded import Sizes, broadcast_on, dtensor_of
@@ -120,13 +119,11 @@ def full(
         ...     axes.full("b@dp d", -1.0, b=4, d=2).to_local().tolist()
         [[-1.0, -1.0]]
     """
-    if not isinstance(value, numbers.Number):
-        raise ShardingError(f"axes.full takes a number; found {shown(value)}")
-    _check_dtype("axes.full", value, dtype, requires_grad)
     try:
         dtype = torch.full((), value, dtype=dtype, device="cpu").dtype
     except Exception as error:  # the many kinds in which torch says that a number doesn't fit its dtype
-        raise ShardingError(f"axes.full: {shown(value)} is no value of {dtype or 'a tensor'}; {error}") from None
+        said = f"axes.full takes a number; found {shown(value)}, which is no value of {dtype or 'a tensor'}: {error}"
+        raise ShardingError(said) from None
     return _made("axes.full", value, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
@@ -209,7 +206,6 @@ def _made(
     sizes: Sizes | None,
     keywords: Mapping[str, int],
 ) -> DTensor:
-    _check_dtype(function, fill, dtype, requires_grad)
     mesh = required_mesh(mesh, function)
     sharding = parsed_sharding(mesh, spec, written_sizes(keywords, sizes))
     if sharding.pending:
@@ -218,31 +214,21 @@ def _made(
     check_torch_can(sharding, shape)
     device_type, is_member = mesh.device_mesh.device_type, mesh.coordinate is not None
     local = torch.empty(sharding.local_shape(shape) if is_member else (0,), dtype=dtype, device=device_type)
-    if callable(fill):
-        if is_member:
-            draw_into(local, sharding, shape, fill, agreed_seeds([mesh])[mesh])
-    elif fill is not None:
+    if callable(fill) and local.dtype not in _BITS:
+        raise ShardingError(f"{function} makes floating point values; found {local.dtype}")
+    if requires_grad and not (local.is_floating_point() or local.is_complex()):
+        raise ShardingError(f"{function}: {local.dtype} has no gradient; found requires_grad=True")
+    if callable(fill) and is_member:
+        draw_into(local, sharding, shape, fill, agreed_seeds([mesh])[mesh])
+    elif not callable(fill) and fill is not None:
         local.fill_(fill)
-    return resolving(dtensor_of(local, sharding, shape)).requires_grad_(bool(requires_grad))
-
-
-def _check_dtype(function: str, fill: Fill, dtype: object, requires_grad: bool) -> None:
-    checked_flag(f"{function}: requires_grad", requires_grad)
-    if not isinstance(dtype, torch.dtype | None):
-        raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {shown(dtype)}")
-    kind = dtype or torch.get_default_dtype()
-    if callable(fill) and kind not in _BITS:
-        raise ShardingError(f"{function} makes floating point values; found {kind}")
-    if requires_grad and not (kind.is_floating_point or kind.is_complex):
-        raise ShardingError(f"{function}: {dtype} has no gradient; found requires_grad=True")
+    return resolving(dtensor_of(local, sharding, shape)).requires_grad_(requires_grad)
 
 
 def _shape(sharding: Sharding) -> tuple[int, ...]:
     every = [pair for at, dim in enumerate(sharding.dims) for pair in zip(sharding.names_of(at), dim, strict=True)]
-    missing = [name for name, slot in every if slot.size is None]
-    if missing:
-        names = " and ".join(f"'{name}'" for name in missing)
-        raise SizeError(f"{names} needs a size in '{sharding}', like {missing[0]}=8")
+    if missing := [name for name, slot in every if slot.size is None]:
+        raise SizeError(f"{' and '.join(map(repr, missing))} needs a size in '{sharding}', like {missing[0]}=8")
     return tuple(math.prod(slot.size or 1 for slot in dim) for dim in sharding.dims)
 
 

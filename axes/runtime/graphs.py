@@ -35,12 +35,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import MeshError, SizeError
+from axes.algebra.errors import SizeError
 from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh, ambient_mesh, ambient_stack, pop_mesh, push_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import Shape
-from axes.runtime import groups, torch_private
+from axes.runtime import torch_private
 
 for _kind in (Mesh, Sharding, Rules):
     torch_private.constant_in_graphs(_kind)
@@ -94,19 +94,6 @@ def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
         return cached(*texts)
 
     return reading
-
-
-def check_groups(*device_meshes: Any) -> None:
-    """`MeshError` where the groups of these have been ended; a graph is traced again when groups have."""
-    _check_groups(groups.times_destroyed, *device_meshes)
-
-
-@torch.compiler.assume_constant_result
-def _check_groups(times: int, *device_meshes: Any) -> bool:
-    wrong = next(filter(None, map(groups.wrong_with_groups, device_meshes)), "")
-    if wrong or not torch.distributed.is_initialized():
-        raise torch_private.passing(MeshError(wrong or groups.NOT_RUNNING))
-    return True
 
 
 @torch.compiler.assume_constant_result
@@ -208,10 +195,7 @@ def hints(shape: Sequence[int]) -> Shape:
     return tuple([size if type(size) is int else hint(size) for size in shape])
 
 
-def hint(size: Any) -> int:
-    """The size that a symbol has in the call that is being traced."""
-    found = torch_private.hint_of(size)
-    return int(size) if found is None else found
+hint = torch_private.hint
 
 
 def fixed(size: int) -> int:

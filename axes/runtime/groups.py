@@ -25,6 +25,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import MeshError, shortened, shown
@@ -92,9 +94,6 @@ class GroupOptions:
     lane: str | None = None
 
     def __post_init__(self) -> None:
-        for field, word, like in (("backend", self.backend, "nccl"), ("lane", self.lane, "gradients")):
-            if word is not None and not (isinstance(word, str) and word):
-                raise MeshError(f"GroupOptions.{field} is a name such as '{like}'; found {shown(word)}")
         object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
 
     @property
@@ -187,30 +186,18 @@ class World:
 
 _current: World | None = None
 
-times_destroyed = 0
-"""How often groups were ended. A compiled graph is of those that were there when it was made: this is a guard of it."""
-
 
 def current_world() -> World:
     """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
     global _current
     default = torch_private.default_group()
-    if _current is not None:
-        if default is not None and _current.default() is default:
-            return _current
-        torch_private.forget_dtensor_world()
-        _current = None
-    if default is None:
-        raise MeshError(NOT_RUNNING)
-    _current = World(default)
+    if _current is None or default is None or _current.default() is not default:
+        if _current is not None:
+            torch_private.forget_dtensor_world()
+        _current = None if default is None else World(default)
+    if _current is None:
+        raise MeshError("torch.distributed isn't running (any more); axes.init_mesh(...) starts it")
     return _current
-
-
-NOT_RUNNING = "torch.distributed isn't running (any more); axes.init_mesh(...) starts it"
-
-
-_NO_HASH = "unhashable type: non-nested SymInt"
-"""What torch says of a symbolic size that is looked up (2.11 to 2.15)."""
 
 
 def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -231,24 +218,13 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return cache(*key)
             except TypeError as error:
-                if str(error) != _NO_HASH:
+                if str(error) != "unhashable type: non-nested SymInt":  # torch of a symbolic size (2.11 to 2.15)
                     raise
             return make(*key, **none)
 
         return found
 
     return decorate
-
-
-def wrong_with_groups(device_mesh: Any) -> str:
-    """What to say of a `DeviceMesh` whose groups have been ended; nothing of another."""
-    if not torch_private.groups_are_gone(device_mesh):
-        return ""
-    return (
-        "the process groups of this DeviceMesh have been ended, by axes.destroy_process_groups(), mesh.abort() or "
-        "torch.distributed: tensors on it are of no use any more. Make them anew on a mesh of axes, which makes its "
-        "groups when they are used"
-    )
 
 
 def forget_groups() -> None:
@@ -281,10 +257,9 @@ def create_groups(mesh: Mesh, names: Iterable[str]) -> dict[str, dist.ProcessGro
 
     Every rank of the mesh calls it; a rank outside the mesh has nothing to make, and is given none.
     """
-    named = sorted((mesh.layout(name), name) for name in names)
     if mesh.universe.position(current_world().rank) is None:
         return {}
-    return {name: group_of(mesh, layout, name) for layout, name in named}
+    return {name: group_of(mesh, layout, name) for layout, name in sorted((mesh.layout(name), name) for name in names)}
 
 
 def process_groups() -> ProcessGroups:
@@ -340,8 +315,6 @@ def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], entries:
     """Ends those of these groups that axes made, and with the default group a world that it started; forgets what was
     made of groups.
     """
-    global times_destroyed
-    times_destroyed += 1
     torch_private.forget_dtensor_world()
     world.groups = {key: e for key, e in world.groups.items() if e.origin == "default" or e not in entries}
     for entry in sorted(entries, key=lambda entry: entry.group.group_name):
@@ -350,6 +323,8 @@ def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], entries:
                 end(entry.group)
     for known in (world.meshes, world.roots, world.caches):
         known.clear()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # a compiled graph is of the groups that were there when it was made
     if world.started_here and any(entry.origin == "default" for entry in entries):
         end(None)
         forget_groups()
@@ -394,7 +369,7 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
     """`options` of an axis, without a backend that is the usual one; `MeshError` for what can't be."""
     if not isinstance(options, GroupOptions):
         raise MeshError(f"options['{name}'] is a GroupOptions(backend=, pg_options=, timeout=); found {shown(options)}")
-    backend = options.backend or backend_for(world, device_type)
+    backend = str(options.backend or backend_for(world, device_type))
     served = {each.rpartition(":")[2].lower() for each in backend.split(",")} <= {*dist.Backend.backend_list}
     if not served or device_type not in torch_private.served_devices(backend):
         raise MeshError(f"options['{name}']: torch has no backend {shortened(backend)} that serves '{device_type}'")

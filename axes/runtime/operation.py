@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from axes.algebra.errors import DesyncError, ShardingError
 from axes.runtime import torch_private, watching
-from axes.runtime.agreement import OF_ONE_RANK, ranks_text
+from axes.runtime.agreement import OF_ONE_RANK, first_line, ranks_text
 from axes.runtime.groups import who_else_failed
 from axes.runtime.watching import at_user_place, whole_text
 
@@ -89,9 +89,8 @@ def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
     """`run(*args)`, of which all listeners hear that it is this operation."""
     ends = [hear(operation) for hear in watching.listeners]
     result = run(*args)
-    for end in ends:
-        if end is not None:
-            end()
+    for end in filter(None, ends):
+        end()
     return result
 
 
@@ -101,11 +100,10 @@ def raise_located(error: RuntimeError, operation: Operation) -> NoReturn:
     """
     if isinstance(error, OF_ONE_RANK):
         raise error
-    first = str(error).strip().splitlines() or [type(error).__name__]
     rank, others = who_else_failed(operation.ranks, operation.what)
     raise DesyncError(
         f"{whole_text()}{operation.what} failed on rank {rank}{at_user_place()}\n"
-        f"  with {ranks_text(operation.ranks)}: {first[0]}{others}\n"
+        f"  with {ranks_text(operation.ranks)}: {first_line(error)}{others}\n"
         "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
         "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"
     ) from error
@@ -135,8 +133,6 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of tensors that aren't part of a graph that is being traced. (To ask whether one of these is a DTensor
 takes five times as long as to see that its type is among them.)"""
 
-_STRIDED = torch.strided
-
 
 def check_transforms(what: str) -> None:
     """`ShardingError` in forward mode, and inside a transform of `torch.func`."""
@@ -149,14 +145,18 @@ def check_transforms(what: str) -> None:
         )
 
 
-def check_dense(x: torch.Tensor, function: str) -> None:
-    """`ShardingError` for a tensor that isn't one block of numbers: sparse, nested or quantized."""
+def check_dense(x: Any, function: str, hint: str = "") -> None:
+    """`ShardingError` for what isn't a tensor, for which `hint` says what to write instead, and for a tensor that isn't
+    one block of numbers: sparse, nested or quantized.
+    """
     if is_dense(x):
         return
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"{function} takes a tensor; found {type(x).__name__}{hint}")
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         kind = "a nested one" if x.is_nested else "a quantized one" if x.is_quantized else f"one of layout {x.layout}"
-        hint = ". Write x.to_dense()" if x.layout is not torch.strided and not x.is_nested else ""
-        raise ShardingError(f"{function} takes a dense tensor; found {kind}{hint}")
+        dense = ". Write x.to_dense()" if x.layout is not torch.strided and not x.is_nested else ""
+        raise ShardingError(f"{function} takes a dense tensor; found {kind}{dense}")
     if not torch.compiler.is_compiling() and is_lazy(x):
         raise ShardingError(f"{function} takes a tensor; found a lazy parameter that has no shape yet")
 
@@ -166,15 +166,13 @@ def check_plain(function: str, x: Any, instead: str) -> None:
     if not is_dense(x):
         if isinstance(x, DTensor):
             raise ShardingError(f"{function} takes this rank's plain tensor; found a DTensor. {instead}")
-        if not isinstance(x, torch.Tensor):
-            raise ShardingError(f"{function} takes a tensor; found {type(x).__name__}")
         check_dense(x, function)
     check_transforms(function)
 
 
 def is_dense(x: object) -> bool:
     """Whether `x` is a tensor of torch's own class that `check_dense` takes: at most calls there is nothing to ask."""
-    return type(x) in PLAIN and x.layout is _STRIDED and not x.is_nested and not x.is_quantized  # type: ignore[attr-defined]
+    return type(x) in PLAIN and x.layout is torch.strided and not x.is_nested and not x.is_quantized  # type: ignore[attr-defined]
 
 
 def as_plain(x: torch.Tensor) -> torch.Tensor:

@@ -201,20 +201,15 @@ def found_for(
     `cuts` are those that it makes. Sizes that these don't divide stand for themselves, as those of the dims `own` do;
     and all of them where nothing is found.
     """
-    own = {*own}
-    while True:
-        like = [size if dim in own else small_size(size, ranks) for dim, size in enumerate(shape)]
-        try:
-            found = find(tuple(like))
-        except AxesError:
-            break
-        # A mesh that the tensor goes to may have more ranks: then the small size isn't cut as evenly.
-        sizes = enumerate(zip(shape, like, cuts(found), strict=True))
-        odd = {dim for dim, (size, small, pieces) in sizes if not pieces or size % pieces or small % pieces}
-        if odd <= own:
-            return found
-        own |= odd
-    return find(shape)
+    like = [size if dim in own else small_size(size, ranks) for dim, size in enumerate(shape)]
+    try:
+        found = find(tuple(like))
+    except AxesError:
+        return find(shape)
+    # A mesh that the tensor goes to may have more ranks: then the small size isn't cut as evenly.
+    sizes = enumerate(zip(shape, like, cuts(found), strict=True))
+    odd = {dim for dim, (size, small, pieces) in sizes if not pieces or size % pieces or small % pieces}
+    return found if odd <= {*own} else found_for(shape, ranks, find, cuts, odd.union(own))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,9 +17,9 @@ never by its version number.
 | `dims_of`, `root_of`, `root_ranks` | `_layout`, `_root_mesh`, `_flatten_rank_map` | properties of a DeviceMesh |
 | `group_names` | `_dim_group_names` | the same |
 | `replace_flattening` | `DeviceMesh._flatten` | one that takes a group |
-| `look_for_flattened_dims` | `_get_flattened_mesh_by_layout` | its finding nothing in dims that don't descend |
-| `gather_by_communicator` | `resolve_shard_placement` of FSDP2 | its keys being meshes |
-| `keep_uneven_gradients` | DTensor's `new_empty_strided`, on 2.11 | 2.13 |
+| `_flattened_or_none` | `_get_flattened_mesh_by_layout` | its finding nothing in dims that don't descend |
+| `_gathered_by_communicator` | `resolve_shard_placement` of FSDP2 | its keys being meshes |
+| `_new_empty_strided` | DTensor's `new_empty_strided`, on 2.11 | 2.13 |
 | `StridedShard`, `has_default_order` | `_StridedShard`, `shard_order` | an order of axes in `Shard` |
 | `replace_distribution_of_state_dicts` | `_distribute_tensors` | the use of DTensor's protocol for checkpoints |
 | `reduced_by_fsdp` | the state of FSDP2's modules | a way from a parameter to its `FSDPModule` |
@@ -42,19 +42,18 @@ never by its version number.
 | `is_batch` | `torch._C._functorch` | none |
 | `autocast_may_be_on` | `_is_any_autocast_enabled` | `torch.is_autocast_enabled()` for any device |
 | `DispatchMode` | `torch.utils._python_dispatch` | its module, as its documentation is public |
-| `hint_of` | `SymInt.node.hint` | `SymInt.hint` |
+| `hint` | `SymInt.node.hint` | `SymInt.hint` |
 | `constant_in_graphs` | `pytree.register_constant` | a public name for it |
 | `current_trace` | `TracingContext` | something to keep for the time of a trace |
 | `inputs_with_guarded_sizes` | `install_guard`, placeholders of the graph | dynamo's guarding sizes of DTensors |
 | `trace_again_with_symbols` | `RestartAnalysis`, the marks of AOTAutograd | a way to ask for a symbol during a trace |
 | `DEVICE_MESHES_ARE_INPUTS` | `_register_distributed_opaque_types` | none: with 2.11 as the floor it is needed |
-| `passing` | `ShortenTraceback` | none |
 | `next_node_number` | `torch._C._autograd._get_sequence_nr` | the number of the next node, in `torch.autograd.graph` |
 | `running_node_number`, `running_leaf` | `torch._C._current_autograd_node` | a way to the node that runs |
 | `group_handed_over` | `_resolve_process_group` | operators that take what `torch.distributed` gives out |
 | `module_of_fsdp` | `FSDPParamGroup.modules` | hooks of FSDP2 around what it sends |
 | `arguments_of` | `OpOverload._schema` | a public schema |
-| `stages_know_their_shapes` | `PipelineStage._warmup_...` | an argument of the stage |
+| `stages_know_their_shapes` | `_PipelineSchedule._warmup_p2p` | an argument of the stage |
 
 >>> served_devices("gloo")["cpu"]
 'gloo'
@@ -70,9 +69,10 @@ import operator
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -228,7 +228,14 @@ def device_mesh_over(
     return mesh
 
 
-def look_for_flattened_dims() -> None:
+def stand_in(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Has torch call `ours(own, *args)` in the place of its function of this name, `own`, if it has one."""
+    own = getattr(owner, name, None)
+    if own is not None:
+        setattr(owner, name, functools.wraps(own)(lambda *args, **keywords: ours(own, *args, **keywords)))
+
+
+def _flattened_or_none(own: Callable[..., Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
     """Lets DTensor redistribute over several dims of a mesh at once, or whose strides don't descend.
 
     DTensor looks whether somebody has flattened these dims before, and the look itself raises
@@ -236,33 +243,21 @@ def look_for_flattened_dims() -> None:
     `mesh["tp", "dp"]`, and in what FSDP2 concatenates where `tp` is the slower axis. Nothing of
     that order can have been flattened, so the answer is none.
     """
-    look = _redistribute._get_flattened_mesh_by_layout
-
-    @functools.wraps(look)
-    def found_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
-        try:
-            return look(mesh, mesh_dims)
-        except (KeyError, NotImplementedError):
-            return None
-
-    _redistribute._get_flattened_mesh_by_layout = found_or_none
+    try:
+        return own(mesh, mesh_dims)  # type: ignore[no-any-return]
+    except (KeyError, NotImplementedError):
+        return None
 
 
-def keep_uneven_gradients() -> None:
-    """Has autograd's copy of a DTensor's gradient lie as the gradient does, where a dim is split unevenly, too.
-
-    Of a gradient that others hold as well, or that is differentiated itself, autograd makes a copy for the leaf:
-    `new_empty_strided` and `copy_`. 2.11 makes the first of these replicated where the gradient is split unevenly or
-    pending, and 2.13 like the gradient.
-    """
-    if hasattr(_tensor_ops, "is_tensor_evenly_shardable"):  # by which 2.11 decides
-        DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.new_empty_strided.default] = _new_empty_strided
+stand_in(_redistribute, "_get_flattened_mesh_by_layout", _flattened_or_none)
 
 
 def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int]], options: dict[str, Any]) -> Any:
     """`new_empty_strided` of a DTensor: split as it is, or pending, where it has its shape; else replicated.
 
-    Its dims are in memory in the order of these strides.
+    Its dims are in memory in the order of these strides. Of a gradient that others hold as well, or that is
+    differentiated itself, autograd makes a copy for the leaf: `new_empty_strided` and `copy_`. 2.11 makes the first of
+    these replicated where the gradient is split unevenly or pending, and 2.13 like the gradient.
     """
     x, shape, strides = args
     if tuple(shape) == tuple(x.shape):
@@ -272,45 +267,42 @@ def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int
     return DTensor.from_local(x._local_tensor.new_empty_strided(shape, strides, **options), x.device_mesh)
 
 
+if hasattr(_tensor_ops, "is_tensor_evenly_shardable"):  # by which 2.11 decides
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.new_empty_strided.default] = _new_empty_strided
+
+
 def replace_flattening(flatten: Callable[[DeviceMesh, str], DeviceMesh | None]) -> None:
     """Has torch ask first what `dm._flatten(name)` is; None for a DeviceMesh that `flatten` doesn't serve.
 
     torch makes a second communicator for the ranks that are flattened, and of ascending order. What `flatten` gives
     isn't in the table of the root in which DTensor looks for flattened dims: 2.13 gathers uneven shards wrongly there.
     """
-    own_flatten = DeviceMesh._flatten
 
-    @functools.wraps(own_flatten)
-    def flattened(mesh: DeviceMesh, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
+    def flattened(own: Any, mesh: DeviceMesh, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
         name = mesh_dim_name or "_".join(mesh.mesh_dim_names or ())
         by_default = backend_override is None and mesh.mesh_dim_names != (name,)
         found = flatten(mesh, name) if by_default else None
-        return own_flatten(mesh, mesh_dim_name, backend_override) if found is None else found
+        return own(mesh, mesh_dim_name, backend_override) if found is None else found
 
-    DeviceMesh._flatten = flattened  # type: ignore[method-assign]
+    stand_in(DeviceMesh, "_flatten", flattened)
 
 
-def gather_by_communicator() -> None:
+def _gathered_by_communicator(own: Callable[..., Any], result: Any, default_mesh_info: Any) -> Any:
     """Has `fully_shard` gather parameters of two meshes together where one communicator serves both (2.13).
 
     It keys what it gathers together by process group, and raises where two meshes have the same. Torch makes a group
     for each mesh, as for fsdp and efsdp, and axes one for the same ranks. Each parameter keeps its own mesh: here
     only the key is that of the first argument.
     """
-    own = getattr(_fsdp_common, "resolve_shard_placement", None)
-    if own is None:
-        return
+    found = own(result, default_mesh_info)
+    groups = [
+        (info.shard_process_group, getattr(info, "replicate_process_group", None))
+        for info in (found.mesh_info, default_mesh_info)
+    ]
+    return dataclasses.replace(found, mesh_info=default_mesh_info) if groups[0] == groups[1] else found
 
-    @functools.wraps(own)
-    def resolved(result: Any, default_mesh_info: Any) -> Any:
-        found = own(result, default_mesh_info)
-        groups = [
-            (info.shard_process_group, getattr(info, "replicate_process_group", None))
-            for info in (found.mesh_info, default_mesh_info)
-        ]
-        return dataclasses.replace(found, mesh_info=default_mesh_info) if groups[0] == groups[1] else found
 
-    _fsdp_common.resolve_shard_placement = resolved
+stand_in(_fsdp_common, "resolve_shard_placement", _gathered_by_communicator)
 
 
 def register_groups(root: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -360,13 +352,12 @@ StridedShard = _StridedShard
 FSDP2 over tensor parallelism makes it."""
 
 
-def replace_distribution_of_state_dicts(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Puts `make(torch's own)` in the place of what cuts a broadcast state dict into shards.
+def replace_distribution_of_state_dicts(distribute: Callable[..., None]) -> None:
+    """Has torch cut a broadcast state dict into shards by `distribute(own, local_state_dict, keys, device, group)`.
 
-    `_distribute_tensors(local_state_dict, keys, device, group)`: at a key is `(DTensor, whole tensor)`, or what
-    needs nothing.
+    At a key is `(DTensor, whole tensor)`, or what needs nothing.
     """
-    _state_dict_utils._distribute_tensors = make(_state_dict_utils._distribute_tensors)
+    stand_in(_state_dict_utils, "_distribute_tensors", distribute)
 
 
 def reduced_by_fsdp(parameter: torch.Tensor) -> Any | None:
@@ -383,9 +374,8 @@ def reduced_by_fsdp(parameter: torch.Tensor) -> Any | None:
         return _reductions[parameter]
     except KeyError:
         states = [state() for state in _composable_state._module_state_mapping.values()]
-        groups: list[Any] = []
-        for state in states:  # 2.11 has one group
-            groups += getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        one, several = "_fsdp_param_group", "_fsdp_param_groups"  # 2.11 has one group
+        groups = [g for state in states for g in getattr(state, several, None) or [getattr(state, one, None)]]
         found = (g for g in groups if g for p in g.fsdp_params if getattr(p, "_unsharded_param", None) is parameter)
         return _reductions.setdefault(parameter, getattr(next(found, None), "mesh_info", None))
 
@@ -484,9 +474,8 @@ class Collectives:
             return torch.reshape(out, shape)
         # The fake backend makes up what arrives from what is sent, and can't from nothing; on 2.11 it makes up nothing.
         out = (x.new_zeros if self._is_fake else x.new_empty)(math.prod(shape))
-        if self._is_fake and sends and not x.numel():
-            x, sends = torch.zeros_like(out), receives
-        self._exchange(out, x.ravel(), receives or [], sends or [], self._exchanging).wait()
+        if x.numel() or not self._is_fake:
+            self._exchange(out, x.ravel(), receives or [], sends or [], self._exchanging).wait()
         return torch.reshape(out, shape)
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
@@ -588,11 +577,9 @@ def owns_its_memory(x: DTensor) -> bool:
     Two things refer to the storage then, the shard and what Python calls its storage; and two to the shard, the DTensor
     and the call that asks.
     """
-    if sys.getrefcount(x._local_tensor) != 2:
-        return False
-    storage = x._local_tensor.untyped_storage()
+    storage, alone = x._local_tensor.untyped_storage(), sys.getrefcount(x._local_tensor) == 2
     exact = storage.nbytes() == x._local_tensor.numel() * x._local_tensor.element_size()
-    return exact and torch._C._storage_Use_Count(storage._cdata) == 2 and x._local_tensor.is_contiguous()
+    return alone and exact and torch._C._storage_Use_Count(storage._cdata) == 2 and x._local_tensor.is_contiguous()
 
 
 def version_of(x: torch.Tensor) -> int:
@@ -687,13 +674,9 @@ put_together: Callable[[list[Any], Any], Any] = pytree.tree_unflatten
 # What goes around autograd, and autocast: questions that every call asks, so their price counts
 
 
-functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` is running: `torch.autograd.Function.apply` asks this, too."""
-
-
 def transforms_are_on() -> bool:
-    """Either of the two (70 ns)."""
-    return forward_ad._current_level >= 0 or functorch_is_active()
+    """Whether forward mode or a transform of `torch.func` is on; `autograd.Function.apply` asks it, too (70 ns)."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 is_batch: Callable[[torch.Tensor], bool] = functorch.is_legacy_batchedtensor
@@ -714,9 +697,10 @@ current_trace: Callable[[], object] = TracingContext.get
 """What stands for this attempt of dynamo's to trace a function; the next attempt has another."""
 
 
-def hint_of(size: Any) -> int | None:
-    """The size that a symbolic one has in the call that is being traced; None where it may be any."""
-    return size if isinstance(size, int) else size.node.hint
+def hint(size: Any) -> int:
+    """The size that a symbol has in the call that is being traced."""
+    found = size if isinstance(size, int) else size.node.hint
+    return int(size) if found is None else found
 
 
 constant_in_graphs: Callable[[type], None] = pytree.register_constant
@@ -767,19 +751,6 @@ def trace_again_with_symbols(x: torch.Tensor, dims: Collection[int]) -> NoReturn
     raise RestartAnalysis(restart_reason="axes: the sizes of a shard vary wherever those of the whole do")
 
 
-def passing(error: Exception) -> Exception:
-    """The error as one of its kind that the compiler lets through while it traces a graph, where it else wraps errors.
-
-    What `ShortenTraceback` is, it raises as it is.
-    """
-    from torch._dynamo.exc import ShortenTraceback
-
-    kind = type(error)
-    own = {"__module__": kind.__module__, "first_useful_frame": None, "__reduce__": lambda self: (kind, self.args)}
-    found = type(kind.__name__, (kind, ShortenTraceback), own)
-    return found.__new__(found, *error.args)
-
-
 # --- observing a step -------------------------------------------------------------------------------
 
 
@@ -816,32 +787,17 @@ def arguments_of(func: Any) -> list[str]:
     return [argument.name for argument in func._schema.arguments]
 
 
-@contextlib.contextmanager
-def stages_know_their_shapes() -> Iterator[None]:
+def stages_know_their_shapes() -> contextlib.AbstractContextManager[Any]:
     """In this block no stage of a pipeline asks the others whether they know their shapes: it takes it that all do.
 
     Since 2.13 stages vote before their first step, and one that was made without `input_args` and `output_args` has all
     ask one another for shapes; before, only that one asks. In a simulated world nobody votes.
     """
-    from torch.distributed.pipelining.stage import PipelineStage
+    from torch.distributed.pipelining import schedules
 
-    kept = {name: vars(PipelineStage)[name] for name in _VOTES if name in vars(PipelineStage)}
-    for name, method in _VOTES.items() if kept else ():
-        setattr(PipelineStage, name, method)
-    try:
-        yield
-    finally:
-        for name, found in kept.items():
-            setattr(PipelineStage, name, found)
+    def decide(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            asks = schedules.InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+            stage._inference_mode = schedules.InferenceMode.DYNAMIC if asks else schedules.InferenceMode.STATIC
 
-
-def _own_vote(stage: Any, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
-    """1 where the stage knows its shapes; of stages on one rank, where all do."""
-    from torch.distributed.pipelining.stage import InferenceMode
-
-    own = torch.tensor([int(not InferenceMode.needs_dynamic(stage._user_meta, has_backward))], dtype=torch.int32)
-    return own if received_acc is None else own * received_acc
-
-
-_VOTES = {"_warmup_forward_vote": _own_vote, "_warmup_backward_result": lambda stage, received_result: received_result}
-"""The result of the vote on this rank alone is what its stages have voted."""
+    return mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", decide, create=True)

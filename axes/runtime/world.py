@@ -43,23 +43,11 @@ from axes.runtime.groups import (
     GroupOptions,
     World,
     as_timeout,
-    backend_for,
     checked_options,
     current_world,
     destroy_process_groups,
     own_backend,
     serves,
-)
-
-_DEBUGGING = {"AXES_CHECK", "AXES_TRACE"}
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_ADVICE = (
-    "All ranks of a mesh call init_mesh with the same declaration, sizes, ranks, device type and "
-    "options, in the same order where they declare several"
-)
-_START_AS_MANY = (
-    "this job has {} of them; start as many as the mesh needs: torchrun --nproc-per-node N ..., axes.launch(fn, N), or "
-    "try it in one process with axes.simulate(N)"
 )
 
 _starts = itertools.count()
@@ -133,7 +121,8 @@ def init_mesh(
     try:
         ranks = declaration.universe.ranks if isinstance(declaration, Mesh) else ranks
         universe = universe if ranks is None else _checked_universe(ranks, world)
-        waits, device = _device(device_type, timeout, world.rank)
+        waits, device = as_timeout(timeout, "timeout"), _checked_device(device_type)
+        _select_device(device, world.rank, world.fake)
         per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
         try:
             algebra = (
@@ -144,9 +133,12 @@ def init_mesh(
                 )
             )
         except SizeError as error:
-            raise SizeError(f"{error}\n{_START_AS_MANY.format(world.size)}") from None
+            raise SizeError(
+                f"{error}\nthis job has {world.size} of them; start as many as the mesh needs: torchrun "
+                "--nproc-per-node N ..., axes.launch(fn, N), or try it in one process with axes.simulate(N)"
+            ) from None
         mesh = algebra._with(binding=_bound(world, algebra, device, options), _view=None)
-        if watching.listeners or _DEBUGGING & os.environ.keys():
+        if watching.listeners or {"AXES_CHECK", "AXES_TRACE"} & os.environ.keys():
             providers.module("debugging", "axes.debug").read_environment()  # which may fail: the others are told
     except Exception as error:
         if universe.position(world.rank) is not None:
@@ -168,14 +160,6 @@ def bound_to_job(mesh: Mesh, device_type: str) -> Mesh:
     return mesh._with(binding=Binding(_checked_device(device_type)), _view=None)
 
 
-def _device(device_type: str | None, timeout: object, rank: int) -> tuple[timedelta | None, str]:
-    """The time limit and the type of device of a mesh, and this rank's device set to one of that type."""
-    waits, device = as_timeout(timeout, "timeout"), _checked_device(device_type)
-    if dist.group.WORLD is None or not current_world().fake:
-        _select_device(device, rank)
-    return waits, device
-
-
 def _start(device_type: str | None, timeout: object) -> None:
     """Starts `torch.distributed` from the launcher's environment, or a world of one where there is none.
 
@@ -184,12 +168,8 @@ def _start(device_type: str | None, timeout: object) -> None:
     connecting, first = torch_private.usual_timeout("gloo"), "the start of torch.distributed"
     with contextlib.suppress(MeshError):  # which is told to all ranks below
         connecting = as_timeout(timeout, "timeout") or connecting
-    present, absent = ([each for each in _LAUNCHERS if (each in os.environ) == there] for there in (True, False))
-    if "RANK" not in present and "WORLD_SIZE" not in present:
-        store, rank, size = dist.HashStore(), 0, 1
-    elif absent:
-        raise MeshError(f"the launcher set {', '.join(present)} but not {', '.join(absent)}; torchrun sets all of them")
-    else:
+    store, rank, size = dist.HashStore(), 0, 1
+    if {"RANK", "WORLD_SIZE"} & os.environ.keys():
         join = functools.partial(dist.rendezvous, "env://", timeout=connecting)
         store, rank, size = in_time(first, connecting.total_seconds(), lambda: next(join()))
     # The store may be older than this world, and then it keeps what an earlier one left there.
@@ -197,19 +177,17 @@ def _start(device_type: str | None, timeout: object) -> None:
     subject = f"{first} on ranks 0..{size - 1}"
     barrier = Barrier("axes/start", range(size), subject, "All ranks call init_mesh with the same device type")
     try:
-        waits, device = _device(device_type, timeout, rank)
+        waits, device = as_timeout(timeout, "timeout"), _checked_device(device_type)
+        _select_device(device, rank)
         backend = dist.get_default_backend_for_device(device)
     except Exception as error:
         agree_at(member, barrier, error, connecting)
         raise
     limit = waits or torch_private.usual_timeout(backend)
     agree_at(member, barrier, f"device type {device}, backend {backend}", limit)
-
-    def connect() -> None:
-        member.store.set_timeout(limit)
-        dist.init_process_group(backend, store=member.store, rank=rank, world_size=size, timeout=waits)
-
-    connected(member, barrier, limit.total_seconds(), connect)
+    member.store.set_timeout(limit)
+    connect = functools.partial(dist.init_process_group, backend, store=member.store, rank=rank, world_size=size)
+    connected(member, barrier, limit.total_seconds(), functools.partial(connect, timeout=waits))
     current_world().started_here = True
     atexit.register(_end_at_exit, os.getpid())  # the world ends with the program at the latest
 
@@ -219,9 +197,8 @@ def _end_at_exit(process: int) -> None:
 
     In the process alone that started it. On GPUs torch does it: to wait there for ranks that may be gone could hang.
     """
-    if process != os.getpid() or dist.group.WORLD is None:
-        return
-    if current_world().started_here and current_world().backend in ("gloo", "cpu:gloo"):
+    ours = process == os.getpid() and dist.group.WORLD is not None and current_world().started_here
+    if ours and current_world().backend in ("gloo", "cpu:gloo"):
         with contextlib.suppress(RuntimeError):  # groups that have failed are closed by that
             destroy_process_groups()
 
@@ -232,17 +209,16 @@ def _launchers_node(world: World) -> int | None:
     return int(said) if not world.fake and said.isdecimal() and 0 < int(said) < world.size else None
 
 
-def _select_device(device_type: str, rank: int) -> None:
+def _select_device(device_type: str, rank: int, fake: bool = False) -> None:
     """Sets the device of this rank, the launcher's or by turns, unless the program has used one already."""
     module: Any = getattr(torch, device_type, None)
-    if device_type == "cpu" or not hasattr(module, "set_device") or module.is_initialized():
+    if fake or device_type == "cpu" or not hasattr(module, "set_device") or module.is_initialized():
         return
     if not module.device_count():
         raise MeshError(
             f"device_type is {shown(device_type)}, of which this process has no device; torch {torch.__version__}"
         )
-    by_turns = rank % module.device_count()
-    module.set_device(int(os.environ.get("LOCAL_RANK") or by_turns))
+    module.set_device(int(os.environ.get("LOCAL_RANK") or rank % module.device_count()))
 
 
 def _checked_device(device_type: object) -> str:
@@ -275,23 +251,28 @@ def _bound(
     """The binding of a mesh, its options by layout: names of one layout share one group."""
     if options is not None and not isinstance(options, Mapping):
         raise MeshError(f"options is a mapping from axis names to GroupOptions; found {type(options).__name__}")
-    backend_for(world, device_type)
-    found: dict[Layout, tuple[str, GroupOptions]] = {}
+    found: dict[Layout, GroupOptions] = {}
     for name, given in (options or {}).items():
         layout, checked = mesh.layout(name), checked_options(world, name, given, device_type)
-        other, before = found.setdefault(layout, (name, checked))
-        if before != checked and layout.size > 1:
+        if found.setdefault(layout, checked) != checked and layout.size > 1:
+            first = next(each for each in options or {} if mesh.layout(each) == layout)
             raise MeshError(
-                f"'{other}' and '{name}' are the same ranks and share one group; found two options "
-                f"for it: {before.text or 'the default'} and {checked.text or 'the default'}. Another group for them "
+                f"'{first}' and '{name}' are the same ranks and share one group; found two options for it: "
+                f"{found[layout].text or 'the default'} and {checked.text or 'the default'}. Another group for them "
                 f"is that of another mesh: axes.init_mesh('{name}', options={{'{name}': GroupOptions(..., "
                 f"lane='{name}')}})"
             )
-    return Binding.of(device_type, {layout: given for layout, (_, given) in found.items()})
+    return Binding.of(device_type, found)
 
 
 def _barrier(world: World, universe: Universe) -> Barrier:
-    return world.barrier("mesh", universe.ranks, f"init_mesh over {ranks_text(universe.ranks)}", _ADVICE)
+    return world.barrier(
+        "mesh",
+        universe.ranks,
+        f"init_mesh over {ranks_text(universe.ranks)}",
+        "All ranks of a mesh call init_mesh with the same declaration, sizes, ranks, device type and options, in the "
+        "same order where they declare several",
+    )
 
 
 def _agree(world: World, mesh: Mesh) -> None:
@@ -303,7 +284,6 @@ def _agree(world: World, mesh: Mesh) -> None:
     names = {layout: name for name, layout in mesh.namespace.items()}
     options = [f"options[{names[layout]}]: {each.text}" for layout, each in binding.options]
     nodes = [] if mesh.ranks_per_node is None else [f"ranks_per_node={mesh.ranks_per_node}"]
-    order = ranks_text(universe.ranks)
-    parts = [mesh.declaration, order, binding.device_type, *nodes, *options, watching.statement]
-    statement = " | ".join(filter(None, parts))
+    how = [binding.device_type, *nodes, *options, watching.statement]
+    statement = " | ".join(filter(None, [mesh.declaration, ranks_text(universe.ranks), *how]))
     agree_at(world.member, _barrier(world, universe), statement, world.limit)
