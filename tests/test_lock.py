@@ -155,7 +155,7 @@ MISTAKES = {
     'explain net_to_lock.py:returns_text --mesh "tp=2"': "the function returns a module",
     'explain net_to_lock.py:build --mesh "tp=2"': "no axis 'dp'",
     'explain net_to_lock.py:build --mesh "dp=* tp=2"': "the size of 'dp' is open: give it, like dp=2, or the number of ranks",
-    'explain net_to_lock.py:build --mesh "dp=4 tp=2" --rank 8': "there is no rank 8",
+    'explain net_to_lock.py:build --mesh "dp=4 tp=2" --rank 8': "rank 8 isn't one of the ranks of",
     "explain net_to_lock.py:build": "--mesh is missing",
 }
 

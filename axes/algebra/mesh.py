@@ -32,7 +32,6 @@ from typing import Any
 
 from axes.algebra import providers
 from axes.algebra.errors import MeshError, shown, unknown_axis
-from axes.algebra.explanation import Explanation
 from axes.algebra.grammar import checked_text, parse_declaration, parse_equation
 from axes.algebra.layout import Digit, Layout, Universe, checked_layout
 from axes.algebra.mesh_names import declared, defined, rearranged
@@ -305,7 +304,7 @@ class Mesh(providers.Pictured):
         checked_text(expression)
         return _rearranged(self._seen_from(None), expression, given)._seen_from(self._view)
 
-    def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Explanation:
+    def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Any:
         """How `rearrange` reads an expression: the sizes solved and the layout operations.
 
         Examples:
@@ -314,7 +313,8 @@ class Mesh(providers.Pictured):
               split    dp 8:2  ->  a 2:8, b 4:2
               permute  tp a b
         """
-        return rearranged(self.axis_names, self.namespace, expression, dict(written_sizes(keywords, sizes)))[2]
+        facts = rearranged(self.axis_names, self.namespace, expression, dict(written_sizes(keywords, sizes)))[2]
+        return providers.module("pictures", "an explanation").explained_mesh(facts)
 
     def define(self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with more names for the same ranks.

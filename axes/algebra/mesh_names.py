@@ -26,7 +26,6 @@ from dataclasses import replace
 from typing import Any
 
 from axes.algebra.errors import ExpressionError, MeshError, SizeError, naming, pointed, shortened, shown, suggestion
-from axes.algebra.explanation import Explanation, Section
 from axes.algebra.grammar import (
     LARGEST_SIZE,
     Dim,
@@ -166,7 +165,7 @@ LayoutOperation = dict[str, Any]
 
 def rearranged(
     axes: Sequence[str], namespace: Mapping[str, Layout], expression: str, sizes: Mapping[str, int | None]
-) -> tuple[tuple[str, ...], Namespace, Explanation]:
+) -> tuple[tuple[str, ...], Namespace, dict[str, Any]]:
     """Carry a mesh expression out on a mesh with these axes, in order, and these names.
 
     Returns the axes of the result, the names with those that the operations made, and how it was read and carried out.
@@ -202,16 +201,7 @@ def rearranged(
     sides = "  ->  ".join(" ".join(str(_sized(dim, found)) for dim in side) for side in (left, right))
     reading = f"({' '.join(axes)}) read as  {sides}"
     written = {item.name: found[item.name] for item in (*leaves(left), *leaves(right))}
-    rows = tuple([(_row(each),) for each in steps]) or (("nothing to do",),)
-    facts = {"kind": "mesh", "read": reading, "sizes": written, "steps": steps}
-    return tuple(map(_label, right)), made, Explanation(reading, (Section("", rows),), facts)
-
-
-def _row(operation: LayoutOperation) -> str:
-    before, after = (", ".join(map(" ".join, operation[side].items())) for side in ("before", "after"))
-    if operation["kind"] == "permute":
-        return f"permute  {' '.join(operation['after'])}"
-    return f"{operation['kind']:<8} {before}  ->  {after}" if before else f"{operation['kind']:<8} {after}"
+    return tuple(map(_label, right)), made, {"kind": "mesh", "read": reading, "sizes": written, "steps": steps}
 
 
 def _without_dots(tree: MeshExpression, names: Sequence[str]) -> tuple[Dims, Dims]:

@@ -32,7 +32,7 @@ def module(role: str, wanted: str) -> Any:
 
 def picture_of(value: object) -> Any:
     """The picture of a value: `svg()`, `html()`, `_repr_html_()`."""
-    return module("pictures", "a picture").drawn(value)
+    return module("pictures", "a picture").show(value)
 
 
 class Pictured:

@@ -373,6 +373,21 @@ def _interval(slot: Slot, size: int, position: int) -> tuple[int, int]:
     return nested_chunk(size, [(layout.size, layout.coordinate(position)) for layout in slot.layouts])
 
 
+def whole_shape(sharding: Sharding) -> Shape:
+    """The whole shape of a tensor, by the sizes in its spec; `SizeError` where one isn't known.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> whole_shape(Mesh("tp=2").sharding("b (h@tp d)", b=8, h=4, d=64))
+    (8, 256)
+    """
+    every = [pair for at, dim in enumerate(sharding.dims) for pair in zip(sharding.names_of(at), dim, strict=True)]
+    missing = [name for name, slot in every if slot.size is None]
+    if missing:
+        names = " and ".join(f"'{name}'" for name in missing)
+        raise SizeError(f"{names} needs a size in '{sharding}', like {missing[0]}=8")
+    return tuple(math.prod(slot.size or 1 for slot in dim) for dim in sharding.dims)
+
+
 def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:
     """A sharding without what is `same`, and the layouts along which values are: that is about gradients alone."""
     same = tuple([layout for op, layout in sharding.pending if op == "same"])

@@ -7,51 +7,42 @@
     python -m axes explain --check layout.lock
     python -m axes plan "b s@tp d" "b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
     python -m axes transfer "f@fsdp d" "f d@tp" f=64 d=32 --source-mesh "fsdp=4" --target-mesh "dp=2 tp=2"
-    python -m axes trace trace.*.json --chrome all.json
+    python -m axes trace trace.*.json
     python -m axes check train.py models
 
-A verb is a function of the options given, and answers with text, the same as data, and the value that is drawn. In
-`main` alone answers are printed (`--json`) and drawn (`--svg`, `--html`), and errors said: one message on stderr, and
-the status 1.
+A verb is a function of the options given, and answers with an `Explanation`. In `main` alone answers are printed (as
+text, `--json`) and drawn (`--svg`, `--html`), and errors said: one message on stderr, and the status 1.
 Only `explain` needs torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from axes.algebra.errors import AxesError, SizeError
-from axes.algebra.explanation import SCHEMA
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import plan
+from axes.algebra.sharding import whole_shape
+from axes.algebra.specs import factors_by_name
 from axes.pictures import timeline
 from axes.pictures.checker import mistakes_in
-from axes.pictures.named_sizes import shape_of_names
+from axes.pictures.mesh_sheet import sheet_of_mesh
+from axes.pictures.moves import sheet_of_plan
+from axes.pictures.panels import Listing, Sheet
 from axes.pictures.rank_text import short_ranks
-from axes.pictures.show import drawn
-from axes.pictures.transfer_sheet import explained_transfer, seen_transfer
+from axes.pictures.show import SCHEMA, Explanation, as_written, explained_transfer, seen_mesh
 from axes.transfers.transfers import Like, transfer
 
 _WIDTH = 80
-
-
-class Answer(NamedTuple):
-    """What a verb says: as text, as data, and the value that is drawn; `wrong` where that is to fail a build."""
-
-    text: str
-    facts: Mapping[str, Any]
-    pictured: Any = None
-    wrong: str = ""
-
 
 _MESH = 'its axes, slowest first, and further names: "dp=* tp=8; all = dp tp"'
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -75,7 +66,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--bucket-mb": {"type": float, "default": 64, "help": "MiB of the buffers of a bucket"},
     "--op": {"default": "sum", "help": "by what a reduction reduces: sum, mean, max, min, prod, any, all"},
     "--check": {"metavar": "FILE", "help": "explain the model of FILE again; end with 1 where FILE says otherwise"},
-    "--chrome": {"metavar": "FILE", "help": "write a trace for Perfetto or chrome://tracing"},
     "--svg": {"metavar": "FILE", "help": "write a picture"},
     "--html": {"metavar": "FILE", "help": "write a page that a browser shows"},
     "--json": {"action": "store_true", "help": "print one JSON object"},
@@ -90,9 +80,9 @@ def main(program: str, words: Sequence[str]) -> None:
         answer = given.run(given)
         for kind in ("svg", "html"):
             if path := getattr(given, kind, None):
-                Path(path).write_text(getattr(drawn(answer.pictured), kind)(), encoding="utf-8")
-        told = {"schema": SCHEMA, "command": given.verb, **answer.facts}
-        print(json.dumps(told, indent=2) if given.json else answer.text, flush=True)
+                Path(path).write_text(getattr(answer, kind)(), encoding="utf-8")
+        told = {"schema": SCHEMA, "command": given.verb, **answer.json()}
+        print(json.dumps(told, indent=2) if given.json else str(answer), flush=True)
         wrong = answer.wrong
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
@@ -125,44 +115,42 @@ def _parsed(program: str, words: Sequence[str]) -> argparse.Namespace:
 # --- verbs
 
 
-def _of_mesh(given: argparse.Namespace) -> Answer:
+def _of_mesh(given: argparse.Namespace) -> Explanation:
     """The axes and names of a mesh, and where a rank is.
 
     Example: python -m axes mesh "pp=2 dp=* tp=8" "fsdp = pp dp" --world 64
     """
     mesh = _mesh("; ".join((given.declaration, *given.equations)), given)
-    axes = {name: mesh.axis(name) for name in mesh.names}
     names = {
         name: {"size": axis.size, "is": mesh.described(name), "axis": name in mesh.axis_names, "index": axis.index}
         | {"stride": axis.stride, "group": [*axis.ranks]}
-        for name, axis in axes.items()
+        for name, axis in ((name, mesh.axis(name)) for name in mesh.names)
     }
     about = {"declaration": mesh.declaration, "ranks": mesh.size, "rank": mesh.rank, "coordinate": mesh.coordinate}
-    return Answer(str(mesh), {**about, "names": names}, mesh)
+    return Explanation(partial(sheet_of_mesh, mesh), {**about, "names": names})
 
 
-def _of_groups(given: argparse.Namespace) -> Answer:
+def _of_groups(given: argparse.Namespace) -> Explanation:
     """Who communicates with whom: the groups of each axis, or those of a rank.
 
     Example: python -m axes groups --mesh "dp=4 tp=2"
     """
     mesh = _mesh(given.mesh, given)
-    facts, lines = {}, list[str]()
+    facts, tables = dict[str, Any](), list[Listing]()
     for name in given.axis or mesh.names:
         axis, meaning = mesh.axis(name), "" if name in mesh.axis_names else f" ({mesh.described(name)})"
-        count = mesh.universe.size // axis.size
-        groups = [axis.ranks] if given.rank else axis.all_ranks()
+        groups, count = [axis.ranks] if given.rank else axis.all_ranks(), mesh.universe.size // axis.size
         facts[name] = {"size": axis.size, "count": count, "groups": [[*ranks] for ranks in groups]}
-        if axis.size == 1:
-            lines.append(f"{name}: size 1, no rank communicates")
-        else:
-            lines.append(f"{name}{meaning}: {count} group{'s' * (count != 1)} of {axis.size} ranks")
-            lines += [f"  {short_ranks(ranks, _WIDTH - 2)}" for ranks in groups]
+        many = f"{name}{meaning}: {count} group{'s' * (count != 1)} of {axis.size} ranks"
+        rows = [(short_ranks(ranks, _WIDTH - 2),) for ranks in groups if axis.size > 1]
+        title = many if rows else f"{name}: size 1, no rank communicates"
+        tables.append(Listing((), tuple(rows), title=title))
+    sheet = Sheet(f"Groups of {mesh.declaration}", "", tuple(tables))
     rank = mesh.rank if given.rank else None
-    return Answer("\n".join(lines), {"mesh": mesh.declaration, "rank": rank, "axes": facts})
+    return Explanation(lambda room: sheet, {"mesh": mesh.declaration, "rank": rank, "axes": facts})
 
 
-def _of_explain(given: argparse.Namespace) -> Answer:
+def _of_explain(given: argparse.Namespace) -> Explanation:
     """What an expression holds and sends; how a model lies, and what it sends.
 
     A model is a function that takes the mesh, or nothing, and returns
@@ -180,40 +168,22 @@ def _of_explain(given: argparse.Namespace) -> Answer:
             raise AxesError("--check FILE takes the model, the mesh and the ranks from FILE; give it alone")
         kept = Path(given.check).read_text(encoding="utf-8", errors="replace")
         again = _parsed("python -m axes", ["explain", *lock.command_of_file(kept, given.check)])
-        return _compared(given.check, kept, again.run(again))
+        return lock.compared(given.check, kept, again.run(again))
     if not given.subject:
         raise AxesError("explain takes an expression, 'b s@tp -> b s', a model, train.py:build, or --check FILE")
     mesh = _mesh(given.mesh, given)
     if "->" in given.subject:
-        explained = explain.explain(given.subject, mesh=mesh, dtype=given.dtype, op=given.op, sizes=_sizes(given.sizes))
-        return Answer(str(explained), explained.json(), explained)
-    parts = lock.lines_of_model(given.subject, mesh, given.rank or [0])
-    ranks = [{"rank": rank, "lines": [[*line] for line in lines]} for rank, lines in parts.items()]
-    facts = {"kind": "model", "model": given.subject, "mesh": mesh.declaration, "ranks": ranks}
-    return Answer(lock.text_of_model(given.words, parts), facts)
+        return explain.explain(given.subject, mesh=mesh, dtype=given.dtype, op=given.op, sizes=_sizes(given.sizes))
+    return lock.explained_model(given.subject, mesh, given.rank or [0], given.words)
 
 
-def _compared(file: str, kept: str, found: Answer) -> Answer:
-    """What has changed since a text was written to a file, as a unified diff."""
-    pair = kept.rstrip().splitlines(), found.text.splitlines()
-    changes = [*difflib.unified_diff(*pair, file, "now", n=0, lineterm="")]
-    facts, model = {**found.facts, "file": file, "same": not changes, "changes": changes}, found.facts["model"]
-    if not changes:
-        return Answer(f"{file}: {model} is as it says", facts)
-    wrong = (
-        f"{file} isn't what {model} does now; if that is meant, write it anew and commit it: "
-        f"{pair[0][0].removeprefix('# ')} > {file}"
-    )
-    return Answer("\n".join(changes), facts, None, wrong)
-
-
-def _of_plan(given: argparse.Namespace) -> Answer:
+def _of_plan(given: argparse.Namespace) -> Explanation:
     """What is sent to take a tensor from one sharding to another.
 
     Example: python -m axes plan "b s@tp" "b@tp s" b=8 s=64 --mesh "dp=4 tp=2"
     """
     mesh, sizes = _mesh(given.mesh, given), _sizes(given.sizes)
-    shape = shape_of_names(given.source, sizes)
+    shape = _shape(mesh, given.source, sizes)
     made = plan(given.source, given.target, shape, mesh=mesh, dtype=given.dtype, sizes=sizes)
     facts = {
         "mesh": mesh.declaration,
@@ -231,10 +201,10 @@ def _of_plan(given: argparse.Namespace) -> Answer:
             for step in made.steps
         ],
     }
-    return Answer(str(made), facts, made)
+    return Explanation(partial(sheet_of_plan, made), facts)
 
 
-def _of_transfer(given: argparse.Namespace) -> Answer:
+def _of_transfer(given: argparse.Namespace) -> Explanation:
     """What is sent to take a tensor from one mesh to another.
 
     Their ranks may be the same, others, or some of both.
@@ -244,28 +214,21 @@ def _of_transfer(given: argparse.Namespace) -> Answer:
     """
     sizes, there = _sizes(given.sizes), _mesh(given.source_mesh)
     here = _mesh(given.target_mesh, first=there.size if given.first is None else given.first)
-    like = Like(shape_of_names(given.source, sizes), given.dtype)
-    named = {name: size for name, size in sizes.items() if re.search(rf"\b{name}\b", given.source + given.target)}
-    how = {"dtype": given.to_dtype, "bucket_mb": given.bucket_mb, "sizes": named}
+    like = Like(_shape(there, given.source, sizes), given.dtype)
+    how = {"dtype": given.to_dtype, "bucket_mb": given.bucket_mb, "sizes": sizes}
     move = transfer({"x": given.source}, {"x": given.target}, there, here, {"x": like}, **how)
-    move = seen_transfer(move, (given.rank or [None])[-1])
-    found = explained_transfer(move)
-    return Answer(str(found), found.json(), move)
+    return explained_transfer(move, (given.rank or [None])[-1])
 
 
-def _of_trace(given: argparse.Namespace) -> Answer:
+def _of_trace(given: argparse.Namespace) -> Explanation:
     """What took the time in a job, and for whom ranks waited.
 
-    Example: python -m axes trace trace.*.json --chrome out.json
+    Example: python -m axes trace trace.*.json
     """
-    job = timeline.read_traces(given.files)
-    if given.chrome is not None:
-        Path(given.chrome).write_text(json.dumps(job.chrome()), encoding="utf-8")
-    found = job.explanation()
-    return Answer(str(found), found.json(), found)
+    return timeline.read_traces(given.files).explanation()
 
 
-def _of_check(given: argparse.Namespace) -> Answer:
+def _of_check(given: argparse.Namespace) -> Explanation:
     """Mistakes in the expressions and specs of programs, without running them.
 
     Example: python -m axes check train.py models
@@ -273,19 +236,19 @@ def _of_check(given: argparse.Namespace) -> Answer:
     count, found = mistakes_in(given.sources)
     lines = ["{file}:{line}:{column}: {message}".format(**each) for each in found]
     wrong = f"mistakes: {len(found)}" if found else ""
-    return Answer("\n".join(lines) or "no mistake", {"files": count, "mistakes": found}, None, wrong)
+    return as_written("\n".join(lines) or "no mistake", {"files": count, "mistakes": found}, wrong)
 
 
-_VERBS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str]] = {
+_VERBS: dict[str, tuple[Callable[[argparse.Namespace], Explanation], str]] = {
     "mesh": (_of_mesh, "declaration equations --world --rank --svg --html"),
-    "groups": (_of_groups, "--mesh --world --rank --axis"),
+    "groups": (_of_groups, "--mesh --world --rank --axis --svg --html"),
     "explain": (_of_explain, "subject sizes --mesh --world --rank --dtype --op --check --svg --html"),
     "plan": (_of_plan, "source target sizes --mesh --world --rank --dtype --svg --html"),
     "transfer": (
         _of_transfer,
         "source target sizes --source-mesh --target-mesh --first --rank --dtype --to-dtype --bucket-mb --svg --html",
     ),
-    "trace": (_of_trace, "files --chrome --svg --html"),
+    "trace": (_of_trace, "files --svg --html"),
     "check": (_of_check, "sources"),
 }
 """The verbs: who answers, and the options that each takes beside `--json`."""
@@ -304,10 +267,7 @@ def _mesh(text: str | None, given: argparse.Namespace | None = None, first: int 
     found = Mesh(*names, ranks=None if world is None else range(world))
     if first:
         found = Mesh(*names, ranks=range(first, first + found.size))
-    for rank in ranks:
-        if not 0 <= rank < found.size:
-            raise SizeError(f"the mesh has ranks 0 to {found.size - 1}; there is no rank {rank}")
-    return found.at(ranks[-1]) if ranks else found
+    return [found, *(seen_mesh(found, rank) for rank in ranks)][-1]
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
@@ -316,3 +276,9 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
     if None in found:
         raise SizeError(f"a size is written as NAME=NUMBER, like b=8; found {texts[found.index(None)]!r}")
     return {size[1]: int(size[2]) for size in found if size}
+
+
+def _shape(mesh: Mesh, spec: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The whole shape of a tensor, by the sizes of the names in its spec."""
+    named = {name: size for name, size in sizes.items() if name in factors_by_name(spec)}
+    return whole_shape(mesh.sharding(spec, sizes=named))

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from itertools import zip_longest
 
@@ -83,18 +84,20 @@ def _panel(panel: Panel, sheet: Sheet) -> str:
 
 
 def _table(listing: Listing) -> str:
-    head = "".join(_cell("th", at, text, listing) for at, text in enumerate(listing.head))
-    if listing.head and not any(text.strip() for text in listing.head[1:]):  # a title, which no column is as wide as
-        head = f'<th colspan="{len(listing.head)}">{escape(listing.head[0])}</th>'
-    rows = []
-    for row, tone in zip_longest(listing.rows, listing.tones[: len(listing.rows)]):
-        cells = [_cell("td", at, text, listing) for at, text in enumerate(row)]
-        if tone is not None and row[0]:
-            cells[0] = f'<td><b style="background:{color(tone)}">{escape(row[0])}</b></td>'
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{chr(10).join(rows)}\n</tbody>\n</table>"
+    wide = max(map(len, (listing.head, *listing.rows)))
 
+    def row(tag: str, texts: Sequence[str], tone: int | None = None) -> str:
+        cells = []
+        for at, text in enumerate(texts):
+            kind = ' class="number"' if at in listing.right else ""
+            span = f' colspan="{wide}"' if len(texts) == 1 < wide else ""
+            shown = escape(text)
+            if text and not at and tone is not None:
+                shown = f'<b style="background:{color(tone)}">{shown}</b>'
+            cells.append(f"<{tag}{kind}{span}>{shown}</{tag}>")
+        return f"<tr>{''.join(cells)}</tr>"
 
-def _cell(tag: str, at: int, text: str, listing: Listing) -> str:
-    kind = ' class="number"' if at in listing.right else ""
-    return f"<{tag}{kind}>{escape(text)}</{tag}>"
+    head = "\n".join(row("th", texts) for texts in ((listing.title,), listing.head) if any(texts))
+    tones = listing.tones[: len(listing.rows)]
+    body = "\n".join(row("td", texts, tone) for texts, tone in zip_longest(listing.rows, tones))
+    return f"<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"

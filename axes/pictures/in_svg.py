@@ -15,7 +15,7 @@ from html import escape
 from itertools import accumulate
 from typing import NamedTuple
 
-from axes.pictures.in_text import Line, panel_lines, title_lines
+from axes.pictures.in_text import Line, lines_of, panel_lines, plain, title_lines
 from axes.pictures.panels import Board, Cell, Frames, Head, Moves, Panel, Patch, Remark, Sheet, color, widths_of
 
 LETTER, LINE, CELL, GAP, EDGE = 7.25, 18, 24, 14, 10
@@ -60,14 +60,14 @@ class Elements(NamedTuple):
 def svg_of(sheet: Sheet) -> str:
     """A whole sheet as one SVG."""
     title = _lines(title_lines(sheet, WIDEST * 12 // 14), 14 / 12)
-    pieces = [title._replace(body=f'<g class="title">{title.body}</g>', height=title.height + 4)]
-    placed, y = [], float(EDGE)
-    for panel in (*sheet.panels, None):
-        placed.append(f'<g transform="translate({EDGE} {y:g})">{pieces[-1].body}</g>')
-        y += pieces[-1].height + GAP * (not isinstance(panel, Remark) or not panel.close)
-        pieces += [_drawn(panel)] if panel is not None else []
+    first = Elements(f'<g class="title">{title.body}</g>', title.width, title.height + 4)
+    pieces = [first, *map(_drawn, sheet.panels)]
+    gaps = [0 if isinstance(panel, Remark) and panel.close else GAP for panel in sheet.panels]
+    steps = (piece.height + gap for piece, gap in zip(pieces, [*gaps, 0], strict=True))
+    *tops, end = accumulate(steps, initial=float(EDGE))
+    placed = (f'<g transform="translate({EDGE} {y:g})">{piece.body}</g>' for y, piece in zip(tops, pieces, strict=True))
     width = max(piece.width for piece in pieces) + 2 * EDGE
-    return _document("\n".join(placed), width, y + EDGE - GAP, sheet.title, sheet.summary)
+    return _document("\n".join(placed), width, end + EDGE, sheet.title, sheet.summary or plain(lines_of(sheet, WIDEST)))
 
 
 def svg_of_panel(panel: Board | Moves, title: str, summary: str) -> str:

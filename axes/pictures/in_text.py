@@ -28,6 +28,10 @@ TERMINAL_COLORS = (68, 130, 29, 133, 94, 168, 30, 95)
 """`COLORS` as near as the 256 colours come that terminals have."""
 
 
+_NARROWEST = 30
+"""Letters of the last column of a table; where there is less room for a long text, the whole row is broken."""
+
+
 class Span(NamedTuple):
     """Text of a weight, which is one of `CODES`, and of a colour."""
 
@@ -60,7 +64,8 @@ def lines_of(sheet: Sheet, width: int) -> list[Line]:
     found = title_lines(sheet, width)
     for panel in sheet.panels:
         lines = [_cut(line, width) for line in panel_lines(panel, width)]
-        apart = bool(lines) and not (isinstance(panel, Remark) and panel.close)
+        close = panel.title if isinstance(panel, Listing) else isinstance(panel, Remark) and panel.close
+        apart = lines and not close
         found += [[], *lines] if apart else lines
     return found
 
@@ -76,7 +81,7 @@ def panel_lines(panel: Panel, width: int) -> Iterable[Line]:
         case Board():
             return _board(panel)
         case Listing():
-            return _listing(panel)
+            return _listing(panel, width)
         case Remark():
             return [[Span(text)] for line in panel.lines for text in _wrapped(line, width)]
     return []
@@ -129,13 +134,33 @@ def _place(cell: Cell) -> Span:
     return Span(f" {cell.text}{cell.mark or ' '}", "" if cell.tone is None else "bold", cell.tone)
 
 
-def _listing(listing: Listing) -> Iterator[Line]:
-    apart = ["  "] * (len(listing.head) - 1) + [""]
-    rows = [[Span(text + space, "dim") for text, space in zip(listing.head, apart, strict=True)]]
-    for texts, tone in zip_longest(listing.rows, listing.tones[: len(listing.rows)]):
-        first, *others = [Span(text + space) for text, space in zip(texts, apart, strict=True)]
-        rows.append([first if tone is None else Span(first.text, "bold", tone), *others])
-    return _aligned(rows, listing.right)
+def _listing(listing: Listing, width: int) -> Iterator[Line]:
+    """The rows, under a title if there is one."""
+    rows = [[Span(f"{text}  ", "dim") for text in listing.head]] if listing.head else []
+    rows += [
+        [Span(f"{first}  ", "" if tone is None else "bold", tone), *(Span(f"{text}  ") for text in others)]
+        for (first, *others), tone in zip_longest(listing.rows, listing.tones[: len(listing.rows)])
+    ]
+    aligned = _aligned([row for row in rows if len(row) > 1], listing.right)
+    if listing.title:
+        yield [Span(listing.title)]
+    for row in rows:
+        line = next(aligned) if len(row) > 1 else row
+        yield from _broken([Span("  "), *line] if listing.title else line, width)
+
+
+def _broken(line: Line, width: int) -> list[Line]:
+    """The line, with its last text broken between words where that is too long; the rest stands under its beginning."""
+    *before, last = line
+    start, text = sum(len(span.text) for span in before), last.text.rstrip()
+    if start + len(text) > width < start + _NARROWEST:
+        return [
+            [Span(part)]
+            for part in textwrap.wrap(_letters(line), width, subsequent_indent=" " * 6, break_on_hyphens=False)
+        ]
+    parts = textwrap.wrap(text, max(1, width - start), break_on_hyphens=False) or [""]
+    below = [[Span(" " * start), last._replace(text=part)] for part in parts[1:]]
+    return [[*before, last._replace(text=parts[0])], *below]
 
 
 def _aligned(rows: Sequence[Line], right: Sequence[int]) -> Iterator[Line]:

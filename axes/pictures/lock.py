@@ -14,6 +14,7 @@ have neither the place in a file nor times nor versions, which change without th
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import inspect
 import itertools
@@ -31,6 +32,7 @@ from axes.algebra.errors import AxesError
 from axes.algebra.mesh import Mesh
 from axes.extension import local, shown
 from axes.pictures.recorder import entered_world, explained_step, who
+from axes.pictures.show import Explanation, as_written
 from axes.runtime.sharded import sharding_of
 from axes.runtime.watching import is_users
 
@@ -51,21 +53,19 @@ _WIDTHS: dict[str, tuple[int, ...]] = {
 """How wide the cells of each kind of line are, or as wide as what stands in them."""
 
 
-def lines_of_model(model: str, mesh: Mesh, ranks: Sequence[int]) -> dict[int, list[Line]]:
-    """The lines of a model on a mesh, of each of these ranks.
+def explained_model(model: str, mesh: Mesh, ranks: Sequence[int], command: Sequence[str]) -> Explanation:
+    """The lines of a model on a mesh, of each of these ranks, behind the command that writes them.
 
     The function makes the model in a simulated world, once for each rank. Raises `AxesError` for a function that
     isn't there, that raises, or that returns something else.
     """
     with _run_for(model):
         make = _function(model)
-        return {rank: [*_lines_of_rank(make, mesh.at(rank))] for rank in ranks}
-
-
-def text_of_model(command: Sequence[str], parts: Mapping[int, Sequence[Line]]) -> str:
-    """The lines as the text of a file, behind the command that writes it."""
+        parts = {rank: [*_lines_of_rank(make, mesh.at(rank))] for rank in ranks}
     texts = ("\n".join((f"rank {rank}", *map(_aligned, lines))) for rank, lines in parts.items())
-    return "\n\n".join((f"{_BEGINS}{shlex.join(command)}", *texts))
+    told = [{"rank": rank, "lines": [[*line] for line in lines]} for rank, lines in parts.items()]
+    facts = {"kind": "model", "model": model, "mesh": mesh.declaration, "ranks": told}
+    return as_written("\n\n".join((f"{_BEGINS}{shlex.join(command)}", *texts)), facts)
 
 
 def command_of_file(text: str, file: str) -> list[str]:
@@ -77,6 +77,20 @@ def command_of_file(text: str, file: str) -> list[str]:
             f"python -m axes explain train.py:build --mesh MESH > {file}"
         )
     return shlex.split(first.removeprefix(_BEGINS))
+
+
+def compared(file: str, kept: str, found: Explanation) -> Explanation:
+    """What has changed since a text was written to a file, as a unified diff."""
+    before, now = kept.rstrip().splitlines(), str(found).splitlines()
+    changes, facts = [*difflib.unified_diff(before, now, file, "now", n=0, lineterm="")], found.json()
+    model, facts = facts["model"], {**facts, "file": file, "same": not changes, "changes": changes}
+    if not changes:
+        return as_written(f"{file}: {model} is as it says", facts)
+    wrong = (
+        f"{file} isn't what {model} does now; if that is meant, write it anew and commit it: "
+        f"{before[0].removeprefix('# ')} > {file}"
+    )
+    return as_written("\n".join(changes), facts, wrong)
 
 
 # --- the function
@@ -117,7 +131,7 @@ def _function(model: str) -> Callable[..., Any]:
     return found
 
 
-def _made(make: Callable[..., Any], mesh: Mesh) -> tuple[torch.nn.Module, Callable[..., Any] | None, Sequence[Any]]:
+def _made(make: Callable[..., Any], mesh: Mesh) -> tuple[torch.nn.Module, Callable[..., Any], Sequence[Any]]:
     """The module, the step and what it is called with, of what a function returns."""
     needed = [each for each in inspect.signature(make).parameters.values() if each.default is each.empty]
     found = make(mesh) if needed else make()
@@ -127,7 +141,7 @@ def _made(make: Callable[..., Any], mesh: Mesh) -> tuple[torch.nn.Module, Callab
             "the function returns a module, and in a tuple with it a step, or what the module is called with: "
             f"(model, x), or (model, lambda: train_step(model)); found {shown(found)}"
         )
-    return (module, rest[0], ()) if len(rest) == 1 and callable(rest[0]) else (module, module if rest else None, rest)
+    return (module, rest[0], ()) if len(rest) == 1 and callable(rest[0]) else (module, module if rest else tuple, rest)
 
 
 # --- the lines of a rank
@@ -135,12 +149,11 @@ def _made(make: Callable[..., Any], mesh: Mesh) -> tuple[torch.nn.Module, Callab
 
 def _lines_of_rank(make: Callable[..., Any], mesh: Mesh) -> Iterator[Line]:
     """How the part of a rank lies, from which the mesh is seen, and what it sends."""
-    told: Mapping[str, Any] = {"exact": True, "collectives": ()}
     with contextlib.ExitStack() as stack:
         mesh = entered_world(stack, mesh, []) or mesh
         torch.manual_seed(0)
         module, step, inputs = _made(make, mesh)
-        told = told if step is None else explained_step(step, inputs, mesh).facts
+        told = explained_step(step, inputs, mesh).json()
         if not told["exact"]:
             yield "note", "bytes of some exchanges are as if other ranks told what this one does"
         yield from _tensors_of("parameter", module.named_parameters())

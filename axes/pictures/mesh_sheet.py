@@ -23,7 +23,7 @@ t  tp       4   1  4..7                 1  2: 0..3, 4..7
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import product, zip_longest
 
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
@@ -127,12 +127,10 @@ def _grid(mesh: Mesh, room: Room, lines: int) -> Board:
 def _wanted(rows: Layout, leading: Sequence[Layout], seen: int) -> Iterator[int]:
     """Rows in the order of their importance: this rank's, the first, the last, then those of its peers by distance."""
     yield from (rows.coordinate(seen), 0, rows.size - 1)
-    for distance in range(1, 17):
-        for layout in reversed(leading):
-            at = layout.coordinate(seen)
-            for other in (at + distance, at - distance):
-                if 0 <= other < layout.size:
-                    yield rows.coordinate(seen - layout.offset(at) + layout.offset(other))
+    for distance, layout in product(range(1, 17), reversed(leading)):
+        at = layout.coordinate(seen)
+        near = [other for other in (at + distance, at - distance) if 0 <= other < layout.size]
+        yield from (rows.coordinate(seen - layout.offset(at) + layout.offset(other)) for other in near)
 
 
 def _groups(mesh: Mesh, width: int) -> Listing:

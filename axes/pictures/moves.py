@@ -42,17 +42,17 @@ from  to        [0]          1
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import product
 
-from axes.algebra.chunks import Tile, intersection, merged, volume
+from axes.algebra.chunks import Tile, intersection, volume
 from axes.algebra.expressions import Recipe, unmoved
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of, plan
 from axes.algebra.sharding import Sharding, unmarked
-from axes.pictures.panels import Frames, Listing, Moves, Panel, Patch, Remark, Room, Sheet, exchange_board
+from axes.pictures.panels import Frames, Listing, Moves, Panel, Patch, Remark, Room, Sheet, exchange_board, sheet_of
 from axes.pictures.rank_text import LEFT_OUT, groups_text, short_ranks, time_text
 from axes.pictures.sharding_sheet import dim_names
 
@@ -89,7 +89,7 @@ def trace(made: Plan) -> list[Scene]:
                 sent = _shared(tile, before[peer])
                 layers.setdefault(layer, []).extend(sent)
                 arrows.update({(peer, rank): None} if sent and peer != rank else {})
-            after[rank] = _joined(reduce(_reduced, layers.values() or [[]]))
+            after[rank] = reduce(_reduced, layers.values() or [[]])
         scenes.append(Scene(after, tuple(arrows), step))
     return scenes
 
@@ -105,16 +105,6 @@ def _reduced(one: list[Part], two: list[Part]) -> list[Part]:
     return [(part, tuple(sorted({*a, *b}))) for tile, a in one for part, b in _shared(tile, two)]
 
 
-def _joined(parts: list[Part]) -> list[Part]:
-    """Parts that come from the same ranks, and that differ along one dim alone, as one."""
-    for dim in reversed(range(len(parts[0][0]) if parts else 0)):
-        found: dict[tuple[Tile, Tile, tuple[int, ...]], list[tuple[int, int]]] = {}
-        for tile, origins in parts:
-            found.setdefault((tile[:dim], tile[dim + 1 :], origins), []).extend(tile[dim])
-        parts = [((*a, merged(sorted(runs)), *b), origins) for (a, b, origins), runs in found.items()]
-    return parts
-
-
 # --- what is drawn --------------------------------------------------------------------------------
 
 
@@ -124,13 +114,13 @@ def moves_of_recipe(found: Recipe, dtype: str = "float32", hidden: Collection[st
     Without the dims that are `hidden`; the last two others are drawn. What a rank has computed has its own colour,
     whatever it was computed from.
     """
-    return _moves(found.mesh, _rows_of_recipe(found, dtype, hidden))
+    return _moves(found.mesh, lambda: _rows_of_recipe(found, dtype, hidden))
 
 
-def _moves(mesh: Mesh, rows: Iterator[Frames]) -> Moves:
+def _moves(mesh: Mesh, draw: Callable[[], Iterator[Frames]]) -> Moves:
     ranks = mesh.universe.ranks
     where = [" ".join(f"{axis}={at}" for axis, at in (mesh.at(rank).coordinate or {}).items()) for rank in ranks]
-    return Moves(tuple(zip(map(str, ranks), where, strict=True)), tuple(rows))
+    return Moves(tuple(zip(map(str, ranks), where, strict=True)), draw)
 
 
 def _rows_of_recipe(found: Recipe, dtype: str, hidden: Collection[str]) -> Iterator[Frames]:
@@ -188,14 +178,21 @@ def sheet_of_plan(made: Plan, room: Room) -> Sheet:
     title, *lines = str(made).split("\n")
     if made.collectives:
         lines.append(f"about {time_text(made.cost)}; peak memory {bytes_text(made.peak_bytes)}")
-    panels: list[Panel] = [Remark(tuple(line.strip() for line in lines), close=True)]
-    if made.source.universe == made.target.universe and made.source.universe.size <= MOST:
-        panels.append(_moves(made.source.mesh, _rows(made, dim_names(made.source))))
+    small = made.source.universe == made.target.universe and made.source.universe.size <= MOST
     rows = ((f"after {at}" if at else "before", str(each), _held(each, made)) for at, each in enumerate(made.states))
-    panels.append(Listing(("", "lies as", f"rank {made.rank} holds"), tuple(rows)))
-    for number, step in enumerate(made.steps, 1):
-        panels += _step(made, number, step, room) if step.group_size > 1 else []
-    return Sheet(title, f"What moves in the plan {title}: {'; '.join(lines)}.", tuple(panels))
+    return sheet_of(
+        title,
+        f"What moves in the plan {title}: {'; '.join(lines)}.",
+        Remark(tuple(line.strip() for line in lines), close=True),
+        _moves(made.source.mesh, lambda: _rows(made, dim_names(made.source))) if small else None,
+        Listing(("", "lies as", f"rank {made.rank} holds"), tuple(rows)),
+        *(
+            panel
+            for at, step in enumerate(made.steps, 1)
+            if step.group_size > 1
+            for panel in _step(made, at, step, room)
+        ),
+    )
 
 
 def _held(state: Sharding, made: Plan) -> str:

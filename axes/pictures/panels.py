@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
 from axes.algebra.layout import Layout
@@ -73,12 +73,16 @@ class Board:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table of text. right: which columns are numbers. tones: the colour of each row's first cell."""
+    """A table of text. right: which columns are numbers. tones: the colour of each row's first cell.
+
+    title: stands above it. A row of one cell is a line of its own.
+    """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: tuple[int, ...] = ()
     tones: tuple[int | None, ...] = ()
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,16 @@ class Frames:
 class Moves:
     """What moves, drawn rank by rank; text shows the panels after it alone, which say the same.
 
-    heads: above each rank its number, and where in the mesh it is.
+    heads: above each rank its number, and where in the mesh it is. draw: makes the rows, where they are drawn.
     """
 
     heads: tuple[tuple[str, str], ...]
-    rows: tuple[Frames, ...]
+    draw: Callable[[], Iterable[Frames]]
+
+    @cached_property
+    def rows(self) -> tuple[Frames, ...]:
+        """The tensor at first and after each step."""
+        return tuple(self.draw())
 
     @property
     def words(self) -> str:
@@ -131,11 +140,16 @@ Panel = Board | Listing | Remark | Moves
 
 @dataclass(frozen=True)
 class Sheet:
-    """A picture. summary: what it shows, in a sentence, for who doesn't see it."""
+    """A picture. summary: what it shows, in a sentence, for who doesn't see it; without one, its text."""
 
     title: str
     summary: str
     panels: tuple[Panel, ...]
+
+
+def sheet_of(title: str, summary: str, *panels: Panel | None) -> Sheet:
+    """A sheet of the panels that there are."""
+    return Sheet(title, summary, tuple(panel for panel in panels if panel is not None))
 
 
 @dataclass(frozen=True)

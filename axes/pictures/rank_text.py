@@ -1,4 +1,4 @@
-"""Ranks as text that stays short: evenly spaced ones as ranges, and of many the first and the last.
+"""Ranks as text that stays short: runs and ranges as such, and of many the first and the last.
 
 >>> short_ranks(range(8)), short_ranks(range(0, 16, 4)), short_ranks([0, 1, 8, 9]), short_ranks([3])
 ('0..7', '0 4 8 12', '0 1 8 9', '3')
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout, Universe
@@ -33,27 +33,21 @@ def short_ranks(ranks: Sequence[int], width: int = 64) -> str:
     runs = list(islice(runs_of(ranks), MOST_RUNS + 1))
     runs[MOST_RUNS:] = [ranks[-1:]] * (len(runs) > MOST_RUNS)
     texts = list(map(_run, runs))
-    separator = ", " if any(" step " in text for text in texts) else " "
-    short = joined(len(texts), texts.__getitem__, separator, width, "")
+    short = joined(len(texts), texts.__getitem__, " ", width, "")
     return short or joined(len(ranks), lambda at: str(ranks[at]), " ", width, f"{len(ranks):,} ranks")
 
 
 def runs_of(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The ranks as evenly spaced runs, each as long as it can be.
+    """The runs of consecutive ranks; a range as it is.
 
-    >>> list(runs_of([0, 2, 4, 9, 8, 7]))
-    [[0, 2, 4], [9, 8, 7]]
+    >>> list(runs_of([0, 1, 2, 8, 9, 12]))
+    [[0, 1, 2], [8, 9], [12]]
     """
     if isinstance(ranks, range):
         yield ranks
         return
-    start = 0
-    while start < len(ranks):
-        stop = start + 1
-        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == ranks[start + 1] - ranks[start]:
-            stop += 1
-        yield ranks[start:stop]
-        start = stop
+    for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        yield [rank for _, rank in run]
 
 
 def _run(run: Sequence[int]) -> str:
@@ -111,3 +105,21 @@ def time_text(microseconds: float) -> str:
         if microseconds >= size:
             return f"{microseconds / size:.1f} {unit}"
     return f"{microseconds:.1f} us" if microseconds < 10 else f"{microseconds:.0f} us"
+
+
+def seen_rank(rank: int | None, of: str, ranks: Sequence[int], own: Callable[[], int]) -> int:
+    """The rank from which something of these ranks is seen: without one this rank, or the first where it has no part.
+
+    own: this rank; `MeshError` where its job has ended.
+
+    >>> seen_rank(None, "a mesh", range(4, 8), lambda: 5), seen_rank(None, "a mesh", range(4, 8), lambda: 0)
+    (5, 4)
+    >>> seen_rank(3, "a mesh", range(4, 8), lambda: 5)
+    Traceback (most recent call last):
+    axes.algebra.errors.MeshError: rank 3 isn't one of the ranks of a mesh
+    """
+    if rank is not None and rank not in ranks:
+        raise MeshError(f"rank {rank} isn't one of the ranks of {of}")
+    with contextlib.suppress(MeshError):
+        rank = own() if rank is None else rank
+    return rank if rank is not None and (rank in ranks or not ranks) else ranks[0]

@@ -1,6 +1,6 @@
 """Every collective of a step, as it is issued: by whom, for which line and module, over which axes, how much.
 
-    explained_step(lambda: model(x).sum().backward(), (), mesh).facts["collectives"]
+    explained_step(lambda: model(x).sum().backward(), (), mesh).json()["collectives"]
 
 What is seen is what torch hands to a process group, whoever asks: axes, DTensor, FSDP2 or the program itself. In a
 simulated world nothing moves, so one process shows the step of any rank of any number. In a backward pass a
@@ -14,7 +14,8 @@ import bisect
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,12 +27,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from axes.algebra.cost import CostModel, members_of_node
 from axes.algebra.errors import AxesError
-from axes.algebra.explanation import Explanation, Section
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh
 from axes.algebra.plan import bytes_text, model_of
 from axes.extension import Operation, listen
+from axes.pictures.panels import Listing, Remark, sheet_of
 from axes.pictures.rank_text import time_text
-from axes.pictures.sent import sent_section
+from axes.pictures.show import Explanation
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import current_world, process_groups
@@ -184,7 +186,7 @@ def who(sent: Mapping[str, Any]) -> str:
 FSDP, DTENSOR = "torch: FSDP2", "torch: DTensor"
 
 _ISSUERS = {
-    "axes.show": "",
+    "axes.pictures": "",
     "axes": "axes",
     "torch.distributed.fsdp": FSDP,
     "torch.distributed.tensor": DTENSOR,
@@ -239,26 +241,21 @@ def _named(mesh: Mesh | None, group: dist.ProcessGroup) -> tuple[dict[str, Any],
     return told, members_of_node(ranks, model.ranks_per_node), model
 
 
-def _axes_of(mesh: Mesh | None, group: dist.ProcessGroup, ranks: Sequence[int]) -> tuple[str, ...]:
+def _axes_of(mesh: Mesh | None, group: dist.ProcessGroup, ranks: Sequence[int]) -> Sequence[str]:
+    """The names along which the ranks of a group differ, of the mesh if it has any, else those it was made with."""
     if len(ranks) == 1:
         return ()
-    for axis in [] if mesh is None else map(mesh.axis, mesh.namespace):
-        if axis.size == len(ranks) and [*axis.ranks_of(dist.get_rank())] == [*ranks]:
-            return (axis.name,)
+    if mesh is not None:
+        here = dist.get_rank()
+        through = {name: [*mesh.axis(name).ranks_of(here)] for name in mesh.namespace}
+        several = [name for name in mesh.axis_names if {*through[name]} & {*ranks} > {here}]
+        joint = mesh.universe.group(Layout.product(*map(mesh.layout, several)), here)
+        if names := [[name] for name in through if through[name] == [*ranks]] or [several] * ({*joint} == {*ranks}):
+            return names[0]
     info = next((each for each in process_groups() if each.group.group_name == group.group_name), None)
-    usual = "" if info is None or info.origin != "default" else "world"
-    names = [tuple(name.split()) for name in ([] if info is None else info.names)]
-    # Other meshes may have called the same ranks by names that mean other ranks here.
-    here = [each for each in names if mesh is not None and _reached(mesh, each) == {*ranks}]
-    return next(iter(here or names), tuple(usual.split()))
-
-
-def _reached(mesh: Mesh, names: Sequence[str]) -> set[int]:
-    """The ranks that differ from this one along these names alone; none where the mesh lacks a name."""
-    found = {dist.get_rank()} if {*names} <= {*mesh.namespace} else set[int]()
-    for axis in map(mesh.axis, names if found else ()):
-        found = {other for each in found for other in axis.ranks_of(each)}
-    return found
+    if info is None:
+        return ()
+    return info.names[0].split() if info.names else ["world"] * (info.origin == "default")
 
 
 # --- how much
@@ -390,7 +387,12 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
     parameters = [*step.parameters()] if isinstance(step, torch.nn.Module) else []
     with contextlib.ExitStack() as stack:
         around = entered_world(stack, mesh, [*inputs, *parameters])
-        stack.enter_context(_as_before(parameters))
+        for parameter in parameters:
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         if "torch.distributed.pipelining" in sys.modules and current_world().fake:
             stack.enter_context(torch_private.stages_know_their_shapes())
         recorder = StepRecorder(around)
@@ -419,21 +421,6 @@ def entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors:
     return stack.enter_context(found)
 
 
-@contextlib.contextmanager
-def _as_before(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Leaves gradients of parameters, and random numbers, as they are found."""
-    kept = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
-
-
 def _backward(returned: Any) -> None:
     """The backward pass from all tensors that were returned and have one, each with a gradient of ones.
 
@@ -456,19 +443,13 @@ def _name_of(step: Any) -> str:
 
 
 def _explanation(name: str, sent: Sequence[Mapping[str, Any]], mesh: Mesh | None, exact: bool) -> Explanation:
-    head = [] if mesh is None else [("mesh", f"{mesh.declaration}, seen from rank {mesh.rank}")]
+    head = [] if mesh is None else [f"  mesh  {mesh.declaration}, seen from rank {mesh.rank}"]
     if not exact:
-        head.append(("note", "an exchange is of sizes that other ranks tell: here as if they told what this one does"))
+        head.append("  note  an exchange is of sizes that other ranks tell: here as if they told what this one does")
     totals = [
         {"axes": [*axes], "collectives": len(found), **{name: sum(each[name] for each in found) for name in _AMOUNTS}}
         for axes in dict.fromkeys(tuple(each["axes"]) for each in sent)
         for found in [[each for each in sent if (*each["axes"],) == axes]]
-    ]
-    phases = ((phase, [each for each in sent if each["phase"] == phase]) for phase in ("forward", "backward"))
-    sections = [
-        Section("", tuple(head)),
-        *(sent_section(phase, [(each, _said(each)) for each in found]) for phase, found in phases),
-        Section("by axes", tuple(map(_total_row, totals))),
     ]
     facts = {
         "kind": "step",
@@ -479,7 +460,17 @@ def _explanation(name: str, sent: Sequence[Mapping[str, Any]], mesh: Mesh | None
         "collectives": sent,
         "totals": totals,
     }
-    return Explanation(f"a step of {name}", tuple(section for section in sections if section.rows), facts)
+    sheet = sheet_of(
+        f"a step of {name}",
+        "",
+        Remark(tuple(head), close=True) if head else None,
+        *(
+            listing_of_sent(phase, [(each, _said(each)) for each in sent if each["phase"] == phase])
+            for phase in ("forward", "backward")
+        ),
+        Listing((), tuple(map(_total_row, totals)), title="by axes") if totals else None,
+    )
+    return Explanation(lambda room: sheet, facts)
 
 
 _AMOUNTS = ("bytes_in", "bytes_out", "time_us")
@@ -492,3 +483,25 @@ def _said(sent: Mapping[str, Any]) -> str:
 def _total_row(total: Mapping[str, Any]) -> tuple[str, ...]:
     moved = f"{bytes_text(total['bytes_in'])} in, {bytes_text(total['bytes_out'])} out"
     return " ".join(total["axes"]) or "-", f"{total['collectives']} x", moved, time_text(total["time_us"])
+
+
+def listing_of_sent(title: str, sent: Sequence[tuple[Mapping[str, Any], str]]) -> Listing:
+    """Collectives as data, each with the text on it; equal rows once, with how often they come.
+
+    >>> one = {"kind": "all_gather", "axes": ["tp"], "bytes_in": 49152, "bytes_out": 49152, "time_us": 20.4}
+    >>> listing_of_sent("forward", [(one, "of x"), (one, "of x")]).rows
+    (('2 x', 'all_gather', 'tp', '48.0 KiB', '20 us', 'of x'), ('in all 96.0 KiB in, 41 us',))
+    """
+    counts = Counter(_row(each, text) for each, text in sent)
+    several = max(counts.values(), default=1) > 1
+    rows: list[tuple[str, ...]] = [(*([f"{n} x" if n > 1 else ""] * several), *row) for row, n in counts.items()]
+    if len(sent) > 1:
+        received, time = (sum(each[name] for each, _ in sent) for name in ("bytes_in", "time_us"))
+        rows.append((f"in all {bytes_text(received)} in, {time_text(time)}",))
+    return Listing((), tuple(rows) or (("nothing is sent",),), title=title)
+
+
+def _row(each: Mapping[str, Any], text: str) -> tuple[str, ...]:
+    taken, given = each["bytes_in"], each["bytes_out"]
+    moved = bytes_text(taken) if taken == given else f"{bytes_text(taken)} in, {bytes_text(given)} out"
+    return each["kind"], " ".join(each["axes"]) or "-", moved, time_text(each["time_us"]), text

@@ -40,13 +40,12 @@ from axes.pictures.panels import (
     Cell,
     Head,
     Listing,
-    Panel,
     Remark,
     Room,
     Sheet,
     around,
     board_of,
-    widths_of,
+    sheet_of,
 )
 from axes.pictures.rank_text import LEFT_OUT, joined, short_ranks
 
@@ -63,11 +62,9 @@ def sheet_of_sharding(
     title += f" {dtype}" if dtype is not None else ""
     where, listing, remarks = _where(blocks, dtype), _dims(blocks), tuple(_remarks(blocks))
     board = _board(blocks, room, room.height - 5 - len(listing.rows) - len(remarks))
-    panels: list[Panel] = [Remark((where,), close=True), board]
-    panels += [listing] if listing.rows else []
-    panels += [Remark(remarks, close=bool(listing.rows))] if remarks else []
     summary = f"The blocks of a tensor that lies as {title}, and the ranks that hold each. {where}."
-    return Sheet(title, summary, tuple(panels))
+    table, rest = listing if listing.rows else None, Remark(remarks, close=bool(listing.rows)) if remarks else None
+    return sheet_of(title, summary, Remark((where,), close=True), board, table, rest)
 
 
 def dim_names(sharding: Sharding) -> tuple[str, ...]:
@@ -179,10 +176,7 @@ def _board(blocks: Blocks, room: Room, lines: int) -> Board:
     """The blocks, the last dim that is split across, the others down."""
     *down, across = blocks.drawn
     rows, columns, seen = Layout.product(*[side.layout for side in down]), across.layout, blocks.position
-    beside = [[side.head(rows.offset(at)).labels[0] for side in down] for at in (rows.coordinate(seen), rows.size - 1)]
-    labels = widths_of([[side.name for side in down], *beside])
-    left = room.width - sum(labels) - len(across.name) - 2 * len(down) - 1
-    wide = left - 2 if columns.size == 1 else min(max(WIDEST, left // columns.size - 3), left // 3 - 3)
+    wide = max(min(WIDEST, room.width // 2 - 4), room.width // columns.size - 16)
     wanted = (around(rows.coordinate(seen), rows.size), around(columns.coordinate(seen), columns.size))
     return board_of(
         down, across, lambda row, column: blocks.cell(row + column, wide), wanted, room, max(5, lines - 2), "blocks"

@@ -12,17 +12,16 @@ What is shown is a `Sheet` of boards, tables and remarks (`panels`), made by `me
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import importlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-from axes.algebra.errors import MeshError, ShardingError, shown
-from axes.algebra.explanation import Explanation
+from axes.algebra.errors import ShardingError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
@@ -32,13 +31,17 @@ from axes.pictures.in_svg import svg_of
 from axes.pictures.in_text import coded, lines_of, plain
 from axes.pictures.mesh_sheet import sheet_of_mesh
 from axes.pictures.moves import sheet_of_plan
-from axes.pictures.panels import Listing, Remark, Room, Sheet
+from axes.pictures.panels import Remark, Room, Sheet
+from axes.pictures.rank_text import seen_rank, short_ranks
 from axes.pictures.sharding_sheet import sheet_of_sharding
-from axes.pictures.transfer_sheet import seen_transfer, sheet_of_transfer
+from axes.pictures.transfer_sheet import NAMES, facts_of_transfer, sheet_of_transfer
 from axes.transfers.transfers import Transfer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+SCHEMA = 2
+"""The version of what `Explanation.json` returns."""
 
 DRAWN = Room(width=96, height=32)
 """How much SVG and HTML show."""
@@ -88,6 +91,62 @@ class Picture:
         return part_of_page(self._sheet(DRAWN))
 
 
+class Explanation(Picture):
+    """What `axes.explain` gives: a picture, and the same as data.
+
+    said: its text, where that isn't the picture's. wrong: why a command that gives it fails.
+
+    >>> from axes.pictures.panels import Listing
+    >>> sheet = Sheet("two ranks", "", (Listing((), (("tp", "2"),), title="axes"),))
+    >>> print(Explanation(lambda room: sheet, {"tp": 2}))
+    two ranks
+    axes
+      tp  2
+    >>> Explanation(lambda room: sheet, {"tp": 2}).json()
+    {'schema': 2, 'tp': 2}
+    """
+
+    def __init__(self, sheet: Callable[[Room], Sheet], facts: Mapping[str, Any], said: str = "", wrong: str = ""):
+        super().__init__(sheet)
+        self._facts, self._said, self.wrong = facts, said, wrong
+
+    def __str__(self) -> str:
+        return self._said or self.text()
+
+    def json(self) -> dict[str, Any]:
+        """The facts as data that `json.dumps` takes; `"schema"` is the version of their form.
+
+        docs/explain.md says what each fact is. A name may be added to a version, none changes or goes.
+        """
+        return {"schema": SCHEMA, **copy.deepcopy(dict(self._facts))}
+
+
+def as_written(text: str, facts: Mapping[str, Any], wrong: str = "") -> Explanation:
+    """An explanation whose lines are printed as they are, however wide."""
+    title, *lines = text.split("\n")
+    return Explanation(lambda room: Sheet(title, "", (Remark(tuple(lines)),)), facts, text, wrong)
+
+
+def explained_transfer(move: Transfer, rank: int | None = None) -> Explanation:
+    """A transfer, seen from a rank."""
+    of = f"the transfer: {short_ranks(move.ranks, NAMES)}"
+    seen = move.at(seen_rank(rank, of, move.ranks, lambda: move.rank))
+    return Explanation(partial(sheet_of_transfer, seen), facts_of_transfer(seen))
+
+
+def explained_mesh(facts: Mapping[str, Any]) -> Explanation:
+    """How a mesh expression is read, and the operations on layouts that carry it out."""
+    rows = [f"  {_operation_text(each)}" for each in facts["steps"]] or ["  nothing to do"]
+    return Explanation(lambda room: Sheet(facts["read"], "", (Remark(tuple(rows), close=True),)), facts)
+
+
+def _operation_text(operation: Mapping[str, Any]) -> str:
+    before, after = (", ".join(map(" ".join, operation[side].items())) for side in ("before", "after"))
+    if operation["kind"] == "permute":
+        return f"permute  {' '.join(operation['after'])}"
+    return f"{operation['kind']:<8} {before}  ->  {after}" if before else f"{operation['kind']:<8} {after}"
+
+
 def show(
     x: Mesh | Sharding | Plan | Transfer | DTensor, shape: Sequence[int] | None = None, *, rank: int | None = None
 ) -> Picture:
@@ -132,12 +191,13 @@ def show(
             f"axes.show takes a shape with a Sharding alone; found {shown(shape)} with a {type(x).__name__}"
         )
     if isinstance(x, Mesh):
-        return Picture(partial(sheet_of_mesh, x.at(_rank_of(seen, x))))
+        return Picture(partial(sheet_of_mesh, seen_mesh(x, seen)))
     if isinstance(x, Plan):
-        made = x if seen is None else x.at(_rank_of(seen, x.source.mesh, x.target.mesh))
+        ranks = (*x.source.universe.ranks, *x.target.universe.ranks)
+        made = x.at(seen_rank(seen, f"{x.source.mesh!r} or {x.target.mesh!r}", ranks, lambda: x.rank))
         return Picture(partial(sheet_of_plan, made))
     if isinstance(x, Transfer):
-        return Picture(partial(sheet_of_transfer, seen_transfer(x, seen)))
+        return explained_transfer(x, seen)
     sharding, whole, dtype = x, None if shape is None else checked_tensor_shape(shape), None
     if isinstance(x, _dtensors()):
         sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
@@ -148,40 +208,12 @@ def show(
         raise ShardingError(f"{takes} {type(x).__name__}{(advice or [f': {shown(x)}'])[0]}")
     if whole is not None:
         sharding.extents(whole)  # refuses what doesn't fit
-    return Picture(partial(sheet_of_sharding, sharding, whole, rank=_rank_of(seen, sharding.mesh), dtype=dtype))
+    return Picture(partial(sheet_of_sharding, sharding, whole, rank=seen_mesh(sharding.mesh, seen).rank, dtype=dtype))
 
 
-def drawn(value: object) -> Picture:
-    """The picture of a mesh, a sharding, a plan, a transfer or an explanation: what a notebook shows of it."""
-    if isinstance(value, Explanation):
-        return Picture(partial(_sheet_of_explanation, value))
-    return show(value)  # type: ignore[arg-type]
-
-
-def _sheet_of_explanation(found: Explanation, room: Room) -> Sheet:
-    """What moves, where that can be drawn, and the sections as tables; who doesn't see it is told the text."""
-    panels = [] if found.drawing is None else [found.drawing()]
-    for section in found.sections:
-        widest = max(map(len, section.rows), default=1)
-        rows = tuple((*row[:-1], *[""] * (widest - len(row)), row[-1]) for row in section.rows if len(row) > 1)
-        lines = tuple(f"  {row[0]}" for row in section.rows if len(row) == 1)
-        if rows and not rows[0][0]:  # the first row says what the columns are
-            panels.append(Listing((section.title, *rows[0][1:]), rows[1:]))
-        elif rows:
-            panels.append(Listing((section.title, *[""] * (widest - 1)), rows))
-        title = (section.title,) if section.title and not rows else ()
-        panels += [Remark((*title, *lines), close=not title)] if lines else []
-    return Sheet(found.heading, str(found), tuple(panels))
-
-
-def _rank_of(rank: int | None, *meshes: Mesh) -> int:
-    """The rank to look from: without one this rank, or the first of a mesh that it isn't of or whose job has ended."""
-    if rank is not None and all(mesh.universe.position(rank) is None for mesh in meshes):
-        raise MeshError(f"rank {rank} isn't one of the ranks of {' or '.join(map(repr, meshes))}")
-    with contextlib.suppress(MeshError):
-        if rank is not None or meshes[0].universe.position(meshes[0].rank) is not None:
-            return meshes[0].rank if rank is None else rank
-    return meshes[0].universe.ranks[0]
+def seen_mesh(mesh: Mesh, rank: int | None) -> Mesh:
+    """A mesh seen from a rank."""
+    return mesh.at(seen_rank(rank, repr(mesh), mesh.universe.ranks, lambda: mesh.rank))
 
 
 def _dtensors() -> tuple[type[DTensor], ...]:

@@ -2,7 +2,6 @@
 
     job = read_traces(["trace.0.json", "trace.1.json"])
     print(job.explanation())         # 80 columns
-    job.chrome()                     # for chrome://tracing and Perfetto
 
 Each rank writes its own file, by its own clock. The n-th collective of a process group is the same one on all its
 ranks, and of most kinds none ends on any rank before all have begun it:
@@ -20,14 +19,15 @@ import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from axes.algebra.errors import AxesError
-from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text
+from axes.pictures.panels import Listing, Remark, sheet_of
 from axes.pictures.rank_text import short_ranks, time_text
+from axes.pictures.show import Explanation
 
 VERSION = 2
 """Of the files that this reads."""
@@ -40,13 +40,6 @@ _MOSTLY = 0.6
 
 _ROWS = 16
 """Rows of a table of the text."""
-
-_RANK = ("rank", "world", "host", "clock", "wall")
-"""What a file says of its rank."""
-
-_OPERATION = ["group", "ranks", "kind", "by", "axis", "dtype", "step", "in", "out"]
-_OPERATION += ["place", "parts", "backward", "apart", "later"]
-"""What is said of a collective, with its group."""
 
 _MEETING = {"all_reduce", "all_gather", "reduce_scatter", "psum_scatter"}
 """What no rank ends before all have begun: each needs something of every other. Of an exchange the kind says that."""
@@ -79,16 +72,16 @@ class Issued:
         return waited_for and (self.op["kind"] == "all_to_all" or bool({self.op["by"], self.op["kind"]} & _MEETING))
 
 
-class Log(NamedTuple):
-    """The trace of one rank. `wall` and a time of its clock are the time of day; `lines` is the file as it is."""
+@dataclass
+class Log:
+    """The trace of one rank. `wall` and a time of its clock are the time of day."""
 
     rank: int
     world: int
     host: str
     clock: str
     wall: int
-    events: Sequence[Issued]
-    lines: Sequence[dict[str, Any]]
+    events: list[Issued] = field(default_factory=list)
 
 
 # --- files
@@ -117,9 +110,8 @@ def read_log(path: Path) -> Log | None:
     The last line is left out where it was cut off.
     """
     lines = path.read_bytes().splitlines()
-    head: dict[str, Any] = {}
+    log: Any = None
     groups: dict[int, dict[str, Any]] = {}
-    events, read = list[Issued](), list[dict[str, Any]]()
     running: dict[int, list[Issued]] = defaultdict(list)
     begun: dict[tuple[int, float], Issued] = {}
     for number, line in enumerate(lines[1:], 2):
@@ -129,29 +121,27 @@ def read_log(path: Path) -> Log | None:
             if kind == "M" and said["name"] == "process_name":
                 if told["axes_trace"] != VERSION:
                     raise AxesError(f"{path} is a trace of version {told['axes_trace']}; this reads version {VERSION}")
-                head = {name: told[name] for name in _RANK}
+                log = Log(*(told[name] for name in ("rank", "world", "host", "clock", "wall")))
             elif kind == "M":
                 ranks = told["ranks"]
                 groups[told["number"]] = {**told, "ranks": range(*ranks["range"]) if "range" in ranks else tuple(ranks)}
             elif kind == "B":
-                told |= groups[told["group"]]
-                op = {name: told[name] for name in _OPERATION}
-                event = Issued(head["rank"], head["clock"], _named(said["name"], op), op, _ns(said["ts"]))
-                events.append(event)
-                running[said["tid"]].append(event)
+                op = told | groups[told["group"]]
+                event = Issued(log.rank, log.clock, _named(said["name"], op), op, _ns(said["ts"]))
                 begun[said["tid"], said["ts"]] = event
+                log.events.append(event)
+                running[said["tid"]].append(event)
             elif kind == "E":
                 event = running[said["tid"]].pop()
                 event.ns = _ns(said["ts"]) - event.at
             else:
                 begun[said["tid"], said["ts"]].ns = _ns(told["us"])
-            read.append(said)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if number < len(lines):
                 raise AxesError(f"{path}, line {number}: {_NOT_OURS} ({type(error).__name__}: {error})") from None
-    if lines[:1] not in ([], [b"["]) or (not head and len(lines) > 2):
+    if lines[:1] not in ([], [b"["]):
         raise AxesError(f"{path}: {_NOT_OURS}")
-    return Log(**head, events=events, lines=read) if head else None
+    return log
 
 
 _NOT_OURS = "this isn't a trace of axes; those are the files that AXES_TRACE=trace.json writes"
@@ -193,14 +183,14 @@ class Timeline:
         met = [[*zip(*lists.values(), strict=False)] for lists in self._issued.values() if len(lists) > 1]
         self.unlike = [next(itertools.filterfalse(_alike, each)) for each in met if not all(map(_alike, each))]
         matched = [members for each in met for members in itertools.takewhile(_alike, each)]
-        self.wall = {log.clock: log.wall for log in logs}  # ranks of one machine read one clock
-        self.start = {event: event.at + self.wall[event.clock] for event in self.events}
+        wall = {log.clock: log.wall for log in logs}  # ranks of one machine read one clock
+        self.start = {event: event.at + wall[event.clock] for event in self.events}
         longest = [sorted(each, key=lambda e: (-(e.ns or 0), e.rank)) for each in matched if all(e.meets for e in each)]
         self.together = sorted(longest, key=lambda members: self.start[members[-1]])
         self.waits = {e: (e.ns or 0) - (each[-1].ns or 0) for each in self.together for e in each}
         self.causes = causes_of(self)
-        self.span = max((self.start[e] + (e.ns or 0) for e in self.events), default=0)
-        self.span -= min(self.start.values(), default=0)
+        ends = [self.start[event] + (event.ns or 0) for event in self.events]
+        self.span = max(ends, default=0) - min(self.start.values(), default=0)
         self.open = [event for event in self.events if event.ns is None]
 
     def missing(self, event: Issued) -> list[int]:
@@ -226,13 +216,12 @@ class Timeline:
 
     def summed(self, name: str, key: Callable[[Issued], str]) -> list[dict[str, Any]]:
         """Sums over all ranks of what has the same key, what took longest first."""
-        found: dict[str, dict[str, Any]] = {}
+        sums: dict[str, Counter[str]] = defaultdict(Counter)
         for event in self.events:
             amounts = {"calls": 1, "bytes_in": event.op["in"], "bytes_out": event.op["out"], "ns": event.ns or 0}
-            amounts["waited_ns"] = self.waits.get(event, 0)
-            row = found.setdefault(key(event), {name: key(event), **dict.fromkeys(amounts, 0)})
-            row |= {each: row[each] + amount for each, amount in amounts.items()}
-        return sorted(found.values(), key=lambda row: (-row["ns"], row[name]))
+            sums[key(event)].update(amounts, waited_ns=self.waits.get(event, 0))
+        rows: list[dict[str, Any]] = [{name: each, **amounts} for each, amounts in sums.items()]
+        return sorted(rows, key=lambda row: (-row["ns"], row[name]))
 
     def by_rank(self) -> list[dict[str, Any]]:
         """What each rank did and waited, how often it came last, and how long others waited for it in the end."""
@@ -263,24 +252,19 @@ class Timeline:
             "open": [{"rank": e.rank, "operation": e.said, "missing": self.missing(e)} for e in self.open],
             "unlike": [[{"rank": e.rank, "operation": e.said} for e in members] for members in self.unlike],
         }
-        ranks, hosts, head = (
-            len(self.logs),
-            len({log.host for log in self.logs}),
-            ("calls", "bytes out", "time", "waiting"),
-        )
+        ranks, hosts = len(self.logs), len({log.host for log in self.logs})
         last = sorted(facts["by_rank"], key=lambda row: (-row["awaited_ns"], row["rank"]))[:_ROWS]
-        tables = {
-            "axes, means of a rank": [(*head, "axis"), *(_row(row, ranks, "axis") for row in facts["axes"])],
-            "operations": [(*head, ""), *(_row(row, ranks, "operation") for row in facts["operations"])],
-            "ranks": [
-                ("rank", "calls", "in them", "waited", "came last", "others waited for it"),
-                *(_row_of_rank(row) for row in sorted(last, key=lambda row: row["rank"])),
-            ],
-        }
-        sections = [Section(title, tuple(rows[: _ROWS + 1])) for title, rows in tables.items() if self.events]
-        notes = Section("", tuple((note,) for note in self._notes(facts)))
-        heading = f"{ranks} of {self.logs[0].world} ranks, {hosts} host{'s' * (hosts != 1)}, {_time(self.span)}"
-        return Explanation(heading, (notes, *sections), facts)
+        rows = tuple(map(_row_of_rank, sorted(last, key=lambda row: int(row["rank"]))))
+        title = f"{ranks} of {self.logs[0].world} ranks, {hosts} host{'s' * (hosts != 1)}, {_time(self.span)}"
+        sheet = sheet_of(
+            title,
+            "",
+            Remark(tuple(f"  {note}" for note in self._notes(facts)), close=True),
+            _sums("axes, means of a rank", facts["axes"], "axis", ranks) if self.events else None,
+            _sums("operations", facts["operations"], "operation", ranks) if self.events else None,
+            Listing(_HEAD_OF_RANKS, rows, title="ranks") if self.events else None,
+        )
+        return Explanation(lambda room: sheet, facts)
 
     def _notes(self, facts: Mapping[str, Any]) -> Iterator[str]:
         """What stands above the tables."""
@@ -299,18 +283,6 @@ class Timeline:
         if (slowest := facts["slowest"]) is not None:
             part = f"{_time(slowest['awaited_ns'])} of the {_time(slowest['waited_ns'])} that ranks waited in all"
             yield f"the others waited for rank {slowest['rank']}: {part}, most of it at its {slowest['at']}"
-
-    def chrome(self) -> dict[str, Any]:
-        """The files as one for Chrome's viewer and Perfetto, by one clock, with a row for how long each rank waited."""
-        first = min(self.start.values(), default=0)
-        lines = ((said, self.wall[log.clock] - first) for log in self.logs for said in log.lines)
-        found = [{**said, "ts": said.get("ts", 0) + shift / 1000} for said, shift in lines]
-        for *others, last in self.together:
-            row = {"ph": "X", "name": f"waits for rank {last.rank}", "cat": "waiting", "tid": 0}
-            for each in others:
-                times = {"ts": (self.start[each] - first) / 1000, "dur": self.waits[each] / 1000}
-                found.append({**row, "pid": each.rank, **times})
-        return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
 def _group(event: Issued) -> tuple[str, Sequence[int]]:
@@ -351,14 +323,23 @@ def _since(waited: Sequence[tuple[int, Counter[int]]], time: int | None) -> Coun
 # --- text
 
 
-def _row(row: dict[str, Any], ranks: int, name: str) -> tuple[str, ...]:
-    """A row of sums, as the means of a rank."""
-    times = _time(row["ns"] // ranks), _time(row["waited_ns"] // ranks)
-    return str(row["calls"] // ranks), bytes_text(row["bytes_out"] // ranks), *times, row[name]
+def _sums(title: str, sums: Sequence[dict[str, Any]], name: str, ranks: int) -> Listing:
+    """A table of sums, as the means of a rank."""
+    means = (
+        {**row, **{each: row[each] // ranks for each in ("calls", "bytes_out", "ns", "waited_ns")}} for row in sums
+    )
+    rows = (
+        (str(row["calls"]), bytes_text(row["bytes_out"]), _time(row["ns"]), _time(row["waited_ns"]), row[name])
+        for row in itertools.islice(means, _ROWS)
+    )
+    return Listing(("calls", "bytes out", "time", "waiting", name), tuple(rows), title=title)
 
 
-def _row_of_rank(row: dict[str, Any]) -> tuple[str, ...]:
+def _row_of_rank(row: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(_time(amount) if name.endswith("ns") else str(amount) for name, amount in row.items())
+
+
+_HEAD_OF_RANKS = ("rank", "calls", "in them", "waited", "came last", "others waited for it")
 
 
 def _time(nanoseconds: int) -> str:

@@ -1,4 +1,4 @@
-"""A transfer as a sheet, and explained: which tensors go where, who sends how much to whom, what one rank does.
+"""A transfer as a sheet, and as data: which tensors go where, who sends how much to whom, what one rank does.
 
 All of it is read off the `Transfer` that runs: its tensors and buckets, and what its views from ranks send and receive.
 
@@ -41,15 +41,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from axes.algebra.errors import MeshError
-from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text
-from axes.pictures.panels import Board, Listing, Panel, Remark, Room, Sheet, exchange_board
+from axes.pictures.panels import Board, Listing, Remark, Room, Sheet, exchange_board, sheet_of
 from axes.pictures.rank_text import LEFT_OUT, short_ranks, time_text
 from axes.transfers.transfers import Transfer
 
 MOST_BUCKETS = 6
-"""Buckets in a picture; an explanation has all of them."""
+"""Buckets that are shown; the facts have all of them."""
 
 NAMES = 34
 """Letters of a cell that lists ranks."""
@@ -57,31 +55,21 @@ NAMES = 34
 
 def sheet_of_transfer(move: Transfer, room: Room) -> Sheet:
     """The picture of a transfer, seen from its rank."""
-    title, lines = _said(move)
-    panels: list[Panel] = [Remark(lines, close=True)]
-    if move.tensors:
-        panels += _tables(move, MOST_BUCKETS, max(16, room.width - 64))
-    if move.bytes_in:
-        panels.insert(3, _between(move, room))
+    lines = [line.strip() for line in str(move).split("\n")[1:]]
+    lines += [f"about {time_text(move.cost)} for rank {move.rank}"] if move.partners else []
     own = f"Rank {move.rank} exchanges with {short_ranks(move.partners, 60) or 'nobody'}"
-    return Sheet(title, f"Who sends how much to whom in a transfer of {title}. {own}.", tuple(panels))
+    return sheet_of(
+        move.heading,
+        f"Who sends how much to whom in a transfer of {move.heading}. {own}.",
+        Remark(tuple(lines), close=True),
+        _meshes(move) if move.tensors else None,
+        _tensors(move) if move.tensors else None,
+        _between(move, room) if move.bytes_in else None,
+        _buckets(move, max(16, room.width - 64)) if move.partners else None,
+    )
 
 
-def explained_transfer(move: Transfer) -> Explanation:
-    """A transfer as `axes.explain` says it."""
-    title, lines = _said(move)
-    tables = _tables(move, len(move.buckets), 2 * NAMES) if move.tensors else []
-    found = [Section(table.head[0], (("", *table.head[1:]), *table.rows)) for table in tables]
-    return Explanation(title, (Section("", tuple((line,) for line in lines)), *found), _facts_of(move))
-
-
-def _said(move: Transfer) -> tuple[str, tuple[str, ...]]:
-    """A transfer in a few words, and how long it takes its rank."""
-    title, *lines = [line.strip() for line in str(move).split("\n")]
-    return title, (*lines, *([f"about {time_text(move.cost)} for rank {move.rank}"] if move.partners else []))
-
-
-def _facts_of(move: Transfer) -> dict[str, Any]:
+def facts_of_transfer(move: Transfer) -> dict[str, Any]:
     """A transfer as data: what `Explanation.json` returns."""
     kinds = [_facts_of_kind(kind) for kind in _kinds(move)]
     return {
@@ -107,24 +95,6 @@ def _facts_of(move: Transfer) -> dict[str, Any]:
             for step in move.steps
         ],
     }
-
-
-def seen_transfer(move: Transfer, rank: int | None = None) -> Transfer:
-    """A transfer seen from a rank: without one from its own where that has a part in it, else from the first.
-
-    Raises `MeshError` for a rank that has none.
-    """
-    if rank is not None and rank not in move.ranks:
-        raise MeshError(f"rank {rank} isn't one of the ranks of the transfer: {short_ranks(move.ranks, NAMES)}")
-    if rank is None and (move.rank in move.ranks or not move.ranks):
-        return move
-    return move.at(move.ranks[0] if rank is None else rank)
-
-
-def _tables(move: Transfer, most: int, width: int) -> list[Listing]:
-    """The meshes, the tensors, and what this rank does in each bucket. width: letters of a list of ranks."""
-    found = [_meshes(move), _tensors(move)]
-    return [*found, _buckets(move, most, width)] if move.partners else found
 
 
 # --- tensors and meshes -----------------------------------------------------------------------------
@@ -211,11 +181,11 @@ def _between(move: Transfer, room: Room) -> Board:
 # --- one rank ---------------------------------------------------------------------------------------
 
 
-def _buckets(move: Transfer, most: int, width: int) -> Listing:
+def _buckets(move: Transfer, width: int) -> Listing:
     """What the rank does in each bucket."""
-    rows = []
-    for step in (step for step in move.steps if step.ranks):
+    rows, steps = [], [step for step in move.steps if step.ranks]
+    for step in steps[:MOST_BUCKETS]:
         both = (bytes_text(count) if count else "-" for count in (step.bytes_out, step.bytes_in))
         rows.append((f"bucket {step.number}", *both, short_ranks(step.ranks, width)))
-    rows[most:] = [(f"{LEFT_OUT} {len(rows) - most:,} more", "", "", "")] * (len(rows) > most)
+    rows += [(f"{LEFT_OUT} {len(steps) - len(rows):,} more", "", "", "")] if len(steps) > len(rows) else []
     return Listing((f"rank {move.rank}", "out", "in", "with"), tuple(rows), right=(1, 2))

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError, SizeError, shown
+from axes.algebra.errors import ShardingError, shown
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import Indices, Sharding
+from axes.algebra.sharding import Indices, Sharding, whole_shape
 from axes.algebra.sizes import written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.runtime.border import resolving
@@ -210,7 +210,7 @@ def _made(
     sharding = parsed_sharding(mesh, spec, written_sizes(keywords, sizes))
     if sharding.pending:
         raise ShardingError(f"{function} makes whole values; found '{spec}' with something pending")
-    shape = _shape(sharding)
+    shape = whole_shape(sharding)
     check_torch_can(sharding, shape)
     device_type, is_member = mesh.device_mesh.device_type, mesh.coordinate is not None
     local = torch.empty(sharding.local_shape(shape) if is_member else (0,), dtype=dtype, device=device_type)
@@ -223,13 +223,6 @@ def _made(
     elif not callable(fill) and fill is not None:
         local.fill_(fill)
     return resolving(dtensor_of(local, sharding, shape)).requires_grad_(requires_grad)
-
-
-def _shape(sharding: Sharding) -> tuple[int, ...]:
-    every = [pair for at, dim in enumerate(sharding.dims) for pair in zip(sharding.names_of(at), dim, strict=True)]
-    if missing := [name for name, slot in every if slot.size is None]:
-        raise SizeError(f"{' and '.join(map(repr, missing))} needs a size in '{sharding}', like {missing[0]}=8")
-    return tuple(math.prod(slot.size or 1 for slot in dim) for dim in sharding.dims)
 
 
 def draw_into(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], draw: Draw, seed: int) -> None:

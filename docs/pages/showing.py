@@ -157,8 +157,8 @@ picture = axes.show(large, rank=1500)
 
 {SHOWN}
 
-`axes.explain(move)` lists all tensors and all buckets of the rank. `axes.explain(move).json()` is the same as
-[data](explain.md#the-data).
+`axes.explain(move)` is this picture. `axes.explain(move).json()` is the same as [data](explain.md#the-data), with all
+buckets of the rank.
 
 ## Where a picture appears
 
