@@ -62,8 +62,8 @@ ROWS = (
     ("axes.show(mesh.sharding('a'), rank='0')", "MeshError", "rank is a whole number from 0; found '0'"),
     # explanations
     ("axes.explain('b s', mesh='tp=2')", "ExpressionError", "two sides"),
-    ("axes.explain('b s@tp -> b s', mesh='tp=2', b=4)", "SizeError", "the size of 's' is open"),
-    ("axes.explain('b ... -> b ...', mesh='tp=2', b=4)", "SizeError", "has no name for a size"),
+    ("axes.explain('b s@tp -> b s', mesh='tp=2', b=4)", "SizeError", "'s' needs a size in 'b=4 s@tp', like s=8"),
+    ("axes.explain('b ... -> b ...', mesh='tp=2', b=4)", "ShardingError", "'...' stands for dims of a tensor"),
     ("axes.explain('b s@tp -> b s', (4, 8), (8,), mesh='tp=2')", "SizeError", "has 1 operands, and 2 shapes"),
     ("axes.explain('b s@tp -> b s', torch.ones(4), mesh='tp=2')", "SizeError", "a shape is whole numbers from 0"),
     ("axes.explain('b s@xp -> b s', (4, 8), mesh='tp=2')", "MeshError", "no axis 'xp'"),

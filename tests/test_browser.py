@@ -66,7 +66,6 @@ PAGES: dict[str, Callable[[], str]] = {
     **{name: lambda case=case: case().html() for name, case in CASES.items()},
     "explained operation": lambda: operation("b@dp f@tp, f@tp d -> b@dp d"),
     "explained operation on 4,096 ranks": lambda: operation("b@dp f@tp, f@tp d -> b@dp d", "dp=8 tp=512"),
-    "explained region": lambda: operation("b@dp d, d f@tp -> b@dp f@tp", kind="shard_map"),
     "explained move": lambda: axes.explain("b@dp d -> b d@dp", b=8, d=64, mesh="dp=4").html(),
     "explained step": step,
     "explained transfer": lambda: axes.explain(TRANSFERS["transfer from pipeline stages"]().at(13)).html(),
