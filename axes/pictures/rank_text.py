@@ -29,7 +29,10 @@ def short_ranks(ranks: Sequence[int], width: int = 64) -> str:
 
     >>> short_ranks([0, 4, 8, 12, 1, 5, 9, 13], 12), short_ranks(range(1000, 9000, 7), 9)
     ('0 4 8 .. 13', '1,143 ranks')
+    >>> short_ranks([3, 11, 19, 27, 35])
+    '3..35 step 8'
     """
+    ranks = Universe.of(ranks).ranks if ranks else ()  # a range where they are evenly spaced
     runs = list(islice(runs_of(ranks), MOST_RUNS + 1))
     runs[MOST_RUNS:] = [ranks[-1:]] * (len(runs) > MOST_RUNS)
     texts = list(map(_run, runs))
