@@ -16,7 +16,7 @@ bounds that hold for every rank, so that each rank finds the same buckets by its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -98,23 +98,30 @@ def bucketed(
     found = [replace(one, pieces=max(1, -(-max(whole) // limit))) for one, whole in zip(found, wholes, strict=True)]
     some = _some_ranks([end.universe for one in found for end in (one.source, one.target)])
     buckets: list[list[TensorPiece]] = []
-    filled: dict[tuple[int, int], int] = {}  # of each side and rank, as if all buckets were one behind the other
-    for number, piece in [(number, at) for number, one in enumerate(found) for at in range(one.pieces)]:
+    filled: dict[tuple[int, int], int] = {}  # bytes in the last bucket, of each side and rank
+    for number, piece in _in_turns(found):
         one, whole = found[number], wholes[number]
         adds = {
             (side, rank): -(-whole[side] // one.pieces)
             for side, end in enumerate((one.source, one.target))
             for rank in some[end.universe]
         }
-        # Ranks that share no tensor fill the same buckets, so that all are busy all the time.
-        last = max([filled.get(end, 0) // limit for end in adds])
-        begins = {end: max(filled.get(end, 0), last * limit) for end in adds}
-        if any(begins[end] + size > (last + 1) * limit for end, size in adds.items()):
-            last, begins = last + 1, dict.fromkeys(adds, (last + 1) * limit)
-        filled.update({end: begins[end] + size for end, size in adds.items()})
-        buckets += [[] for _ in range(last + 1 - len(buckets))]
-        buckets[last].append((number, piece))
+        if not buckets or any(filled.get(end, 0) + size > limit for end, size in adds.items()):
+            buckets.append([])
+            filled = {}
+        filled.update({end: filled.get(end, 0) + size for end, size in adds.items()})
+        buckets[-1].append((number, piece))
     return tuple(found), tuple(map(tuple, buckets))
+
+
+def _in_turns(tensors: Sequence[MovedTensor]) -> list[TensorPiece]:
+    """All pieces, those of tensors on different ranks in turn: then all ranks send all the time."""
+    groups: dict[tuple[Universe, Universe], list[TensorPiece]] = {}
+    for number, one in enumerate(tensors):
+        group = groups.setdefault((one.source.universe, one.target.universe), [])
+        group += [(number, piece) for piece in range(one.pieces)]
+    placed = [((2 * at + 1) / (2 * len(group)), each) for group in groups.values() for at, each in enumerate(group)]
+    return [piece for _, piece in sorted(placed)]
 
 
 def _some_ranks(universes: Iterable[Universe]) -> dict[Universe, list[int]]:

@@ -238,7 +238,10 @@ class Execution:
         if keep and self.bound is not None:
             return self.bound, made, True
         turns, buckets = min(2, len(self.messages)), zip(*self.messages, strict=True)
-        most = [max([sum([_aligned(_size(slices)) for _, slices in each]) for each in side]) for side in buckets]
+        most = [
+            max([sum([_aligned(_size(one)) for one in {slices for _, slices in each}]) for each in side])
+            for side in buckets
+        ]
         buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in most for _ in range(turns)]
         found = []
         for number, (sends, receives) in enumerate(self.messages):
