@@ -43,6 +43,7 @@ STARTING = {"launch", "save_safetensors", "verify"}
 # Methods for the library itself, which no page promises.
 INSIDE = {
     "Mesh.along",
+    "Mesh.ambient",
     "Mesh.called",
     "Mesh.calls",
     "Mesh.described",
@@ -51,6 +52,7 @@ INSIDE = {
     "Mesh.parts",
     "Mesh.splits",
     "Plan.weight",
+    "Rules.ambient",
     "Sharding.names_of",
     "Sharding.text_of",
 }
@@ -71,6 +73,9 @@ NOT_OURS = (
     "Expected one of cpu, cuda",
     "Promotion for Float8 Types",
     "is not on the expected device meta",
+    "Invalid device string",
+    "Cannot access accelerator device when none is available",
+    "tuple index out of range",  # torch.optim, of parameters that are tuples of one
 )
 """What an argument says itself: an object whose method raises, a tensor in which torch can't compute, a module that has
 nothing to run and is given as the function of a reduction; and of the options of layers and functions, which go to torch
@@ -205,7 +210,7 @@ def test_every_public_name_has_a_door():
     """What has none: the errors, modules, and what starts processes. Methods by the classes that doors are named after."""
     with world("one") as mesh:
         names = {name.partition(" ")[0].partition(",")[0] for name in doors(mesh)}
-    public = {*dir(axes), *dir(axes.nn)} - {"nn"} - STARTING
+    public = {*dir(axes), *dir(axes.nn), *axes.convert.__all__} - {"convert", "nn"} - STARTING
     errors = {name for name in public & {*dir(axes)} if name.endswith("Error")}
     assert not public - errors - {name.partition(".")[0] for name in names}
     for kind in ("Mesh", "Axis", "Sharding", "Layout", "Plan", "Rules", "LayoutRules"):
@@ -221,7 +226,7 @@ def test_public_names_are_functions_and_classes_whatever_was_imported():
     for module in pkgutil.walk_packages(axes.__path__, "axes."):
         importlib.import_module(module.name)
     assert all(callable(getattr(axes.nn, name)) for name in dir(axes.nn))
-    assert all(callable(getattr(axes, name)) for name in dir(axes) if name != "nn")
+    assert all(callable(getattr(axes, name)) for name in dir(axes) if name not in ("convert", "nn"))
 
 
 if __name__ == "__main__":

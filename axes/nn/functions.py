@@ -364,9 +364,9 @@ def embedding(
     return found if middle == right else rearrange(found, f"{middle} -> {right}", mesh=mesh)
 
 
-def checked_padding(padding_idx: int, rows: int) -> int:
-    """The number of a row of so many; a negative one counts from the end."""
-    if not isinstance(padding_idx, int) or not -rows <= padding_idx < rows:
+def checked_padding(padding_idx: int, rows: int | torch.Tensor) -> int | torch.Tensor:
+    """The number of a row of the table; a negative one counts from the end. `rows` may be known to the device alone."""
+    if not isinstance(padding_idx, int) or (isinstance(rows, int) and not -rows <= padding_idx < rows):
         raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {shown(padding_idx)}")
     return padding_idx % rows
 
@@ -829,8 +829,8 @@ def _embedding(
     table = table if size else table.sum(0, keepdim=True)
     found = torch.where(here, table[index.clamp(0, max(size, 1) - 1)], 0.0)
     if padding is not None:
-        row = padding if isinstance(every, torch.Tensor) else checked_padding(padding, every)
-        found = torch.where((ids == row % every).view(columns), found.detach(), found)
+        row = checked_padding(padding, every)
+        found = torch.where((ids == row).view(columns), found.detach(), found)
     return found * _nan_where(outside, table.dtype)
 
 

@@ -208,6 +208,10 @@ class JobLink(contextlib.AbstractContextManager["JobLink"]):
             raise MeshError(
                 f"{mesh!r} has {len(self.ranks)} ranks, and torch.distributed isn't running; call axes.init_mesh"
             )
+        if running and current_world().fake:
+            raise MeshError(
+                "axes.connect needs a real job, started by axes.init_mesh; found the world of axes.simulate"
+            )
         self.job_rank = current_world().rank if running else self.ranks[0]
         position = mesh.universe.position(self.job_rank)
         if position is None:

@@ -635,6 +635,6 @@ ran, the sharding of the leaf's gradient, and the largest difference of values a
 global view the collectives
 include the one that reduces the leaf's gradient. In the local view tensors come out of DTensors by `axes.to_local`
 and go back by
-`axes.from_local`, both with `grad="summed"`: only then is the gradient the one of one device. A permutation is an
-all-to-all in which each rank sends to one
+`axes.from_local`, both with `grad="summed"`: only with both is the gradient equal to that of one
+device. A permutation is an all-to-all in which each rank sends to one
 other. The ranks are processes over gloo, which runs a planned reduce-scatter as an exchange and a local sum."""

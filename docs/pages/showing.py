@@ -77,8 +77,8 @@ picture = axes.show(job, rank=40_000)
 
 {SHOWN}
 
-`0..7` are eight ranks, and so are `0..56 step 8`. `..` alone marks rows or columns that are left out. A `|` marks the
-end of a node within a row.
+`0..7` are eight ranks, and so are `0..56 step 8`. `..` alone marks rows or columns that are left out. Where a row of
+the grid spans several nodes, a `|` separates them.
 
 ## A sharding: which rank holds which block
 
@@ -90,9 +90,9 @@ picture = axes.show(sharding, (8, 10, 16), rank=5)
 {SHOWN}
 
 Each cell is a block of the tensor, with the ranks that hold it. `0 4` means that both ranks hold a copy. `sum(0 4)`
-means that each holds a summand, and the block is their sum. Of the dims that are split, the last runs across and the
-others run down. Sizes may be uneven. If a factor of a grouped dim is split, as in a fused projection, the picture has
-the factors:
+means that each holds a summand, and the block is their sum. The last dim that is split runs across the page; the
+other split dims run down. Sizes may be uneven. In a fused projection, one factor of a grouped dim is split. Then the
+picture shows the factors of the dim:
 
 ```python
 fused = axes.Mesh("dp=2 tp=2").sharding("(qkv=3 heads@tp dim) embed@dp", heads=4)
@@ -103,7 +103,8 @@ picture = axes.show(fused, (48, 8), rank=1)
 
 <!-- svg show-factor: a dim of three times four heads, of which a rank has two of each three -->
 
-Blocks on the same ranks have the same colour. Without a shape, the picture holds for every shape that divides evenly.
+Blocks on the same ranks have the same colour. A picture without a shape holds for every shape whose dims divide
+evenly.
 
 ## A plan: the moves between ranks
 
@@ -140,9 +141,9 @@ picture = axes.show(move, rank=5)
 {SHOWN}
 
 The first rows are the transfer as it prints itself. `received` counts the elements that ranks need and don't have.
-Tensors with the same specs share a row (`layers.0.up and 60 more`), which has the specs before and after. The table
+Tensors with the same specs share a row (`layers.0.up and 39 more`), which has the specs before and after. The table
 of ranks is folded around one rank (`rank=`) and its partners. Below it are the buckets of this rank. The time is an
-estimate of the [cost model](redistribution.md) for one bucket after the other.
+estimate of the [cost model](redistribution.md); it adds up the buckets.
 
 <!-- svg show-transfer: how much each of four ranks sends to each of four others -->
 
@@ -174,9 +175,9 @@ light or dark mode and fit a phone. They contain no script and load nothing.
 
 ## A DTensor: its sharding
 
-The class of a DTensor is torch's. So `print(x)` and a notebook show torch's view: the local tensor, and placements by
-the number of a mesh axis. `axes.spec_of(x)` is the spec with names, `axes.sharding_of(x)` is a `Sharding`, which a
-notebook draws, and `axes.show(x)` is the picture. `dim 0` is a dim without a name.
+`print(x)` of a DTensor, and a notebook, show torch's own view: the local tensor, and placements by the number of a
+mesh axis. `axes.spec_of(x)` is the spec with names, `axes.sharding_of(x)` is a `Sharding`, which a notebook draws,
+and `axes.show(x)` is the picture. `dim 0` is a dim without a name.
 
 ```python
 with axes.simulate(8, rank=5):
