@@ -200,6 +200,7 @@ def test_sizes_may_stand_among_the_options():
 def test_errors_are_on_stderr_and_results_on_stdout():
     good, bad = called('mesh "dp=2"'), called('mesh "dp=*"')
     assert (good.stderr, bad.stdout) == ("", "")
+    assert called('mesh ""').stderr.startswith("error: ")
     assert bad.stderr == "error: the size of 'dp' is open: give it, like dp=2, or the number of ranks\n"
 
 

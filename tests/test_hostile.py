@@ -73,6 +73,7 @@ NOT_OURS = (
     "Expected one of cpu, cuda",
     "Promotion for Float8 Types",
     "is not on the expected device meta",
+    "Attempted to unbind along the sharded dimension",
     "Invalid device string",
     "Cannot access accelerator device when none is available",
     "tuple index out of range",  # torch.optim, of parameters that are tuples of one

@@ -1042,7 +1042,7 @@ def _loss(d, grid, g, m, shape, spec, dims, over, said, local):
     p.do(
         f"Z = torch.nn.functional.cross_entropy(X.movedim({over}, -1).reshape(-1, {shape[over]}), T.reshape(-1), reduction='none', {theirs}).view(T.shape)"
     )
-    p.do(f"Z = Z + {z_loss} * torch.logsumexp(X, {over}).square() * (T != -100)")
+    p.do(f"Z = Z + {z_loss} * torch.logsumexp(X, {over}).square() * counted")
     gone = tuple(kept.index(i) for i in kept if i not in result)
     if not gone:
         p.do("Y = Z")

@@ -296,8 +296,8 @@ def cross_entropy(
         mesh: The mesh, by default the ambient one or that of the logits.
         weight: A weight for each class, split as the vocabulary. It gets no gradient.
         label_smoothing: The share of each label that is spread over all classes.
-        z_loss: A factor: for each label, this times the square of the log of the softmax's denominator is added,
-            which keeps logits small (1e-4 in PaLM).
+        z_loss: A factor, which keeps logits small (1e-4 in PaLM). Each label's loss gets this times the square of the
+            log of the softmax's denominator, times the weight of the label's class.
         **sizes: Whole sizes of names, of plain shards.
 
     Returns:
@@ -799,7 +799,7 @@ def _cross_entropy(
         every = size * total - more[0] if weights is None else more[2] * total - more[1]
         loss = (1 - smoothing) * loss + smoothing * every / size
     if z_loss:
-        loss = loss + z_loss * (total + largest.squeeze(-1)).square()
+        loss = loss + z_loss * (total + largest.squeeze(-1)).square() * counted
     outside = ~ignored & ((labels < 0) | (labels >= size))
     loss = loss.masked_fill(ignored, 0.0) * _nan_where(outside, x.dtype)
     both = torch.stack((loss, counted))

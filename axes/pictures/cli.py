@@ -262,7 +262,7 @@ def _mesh(text: str | None, given: argparse.Namespace | None = None, first: int 
     if text is None:
         raise AxesError('--mesh is missing: its axes, slowest first, like --mesh "dp=4 tp=2"')
     # In a declaration an axis whose size follows from the world has none.
-    names = list(filter(None, map(str.strip, re.sub(r"=\s*\*", "", text).split(";"))))
+    names = list(filter(None, map(str.strip, re.sub(r"=\s*\*", "", text).split(";")))) or [""]
     world, ranks = getattr(given, "world", None), getattr(given, "rank", None) or []
     found = Mesh(*names, ranks=None if world is None else range(world))
     if first:
