@@ -259,3 +259,7 @@ def test_the_performance_table_has_the_rows_that_the_benchmarks_print():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[3:]]
     shown = [(what, peer, bar) for what, _, peer, _, _, bar in rows]
     assert shown == [(b.what, b.peer, f"{b.bar:g}x") for b in registered() if b.page]
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("## What it costs")[2]
+    times = re.findall(r"[\d.]+ (?:µs|ms|s)\b", home.partition("\n## ")[0])
+    assert len(times) == 12
+    assert not {*times} - {cell for row in rows for cell in row}

@@ -396,8 +396,8 @@ def sleep_stubbornly(folder: Path) -> None:
 
 def test_when_time_is_up_late_ranks_are_named_shown_where_they_were_and_ended(tmp_path: Path):
     began = time.monotonic()
-    told = failure(AxesError, sleep_stubbornly, 3, tmp_path, timeout=3)
-    assert 3 <= time.monotonic() - began < 25
+    told = failure(AxesError, sleep_stubbornly, 3, tmp_path, timeout=10)  # in which ranks import this file, too
+    assert 10 <= time.monotonic() - began < 32
     assert told.startswith("sleep_stubbornly: time is up, rank 1 of 3 hadn't")
     assert "ranks 0, 2 finished" in told
     assert "in sleep_on" in told
