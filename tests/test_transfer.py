@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
 from axes import Mesh
+from axes.transfers.transfers import read_end
 from tests.common import case, error_of
 from tests.counting import Counter
+from tests.strategies import MeshCase, examples, meshes
 
 # --- the plan alone -------------------------------------------------------------------------------
 
@@ -45,6 +49,22 @@ def test_holders_of_the_same_share_what_they_send(source: str, target: str, node
         assert sum(step.bytes_in for step in move.at(rank).steps) == lacks[rank].sum() * 2
         assert sum(step.bytes_out for step in move.at(rank).steps) <= max(fair[rank], most)
     assert move.lower_bound == lacks.sum() * 2
+
+
+@given(meshes(), st.data())
+@examples(40)
+def test_a_sub_mesh_has_all_names_of_its_ranks(drawn: MeshCase, data: st.DataObject):
+    """Also those that cut its axes: each rank has of the tensor what it has on the whole mesh."""
+    names = data.draw(st.sampled_from(drawn.disjoint).flatmap(st.permutations))[: data.draw(st.integers(1, 3))]
+    mesh, rank = drawn.mesh, data.draw(st.sampled_from(drawn.ranks))
+    taken = mesh.at(rank)[tuple(names)]
+    for name in mesh.names:
+        if taken.layout_of_all.contains(mesh.layout(name)):
+            end, whole = read_end(f"a@{name}", taken), mesh.sharding(f"a@{name}")
+            ranks = [*mesh.universe.group(taken.layout_of_all, rank)]
+            assert sorted(end.universe.ranks) == sorted(ranks)
+            assert end.mesh.shape == taken.shape
+            assert [end.tile((24,), each) for each in ranks] == [whole.tile((24,), each) for each in ranks]
 
 
 def test_within_a_node_before_across_nodes():

@@ -425,7 +425,6 @@ def _end(end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) ->
     return unmarked(found)[0].at(shape)
 
 
-@lru_cache(maxsize=64)
 def model_of(mesh: Mesh) -> CostModel:
     """The cost model of a mesh: the default one, with the mesh's own number of ranks per node."""
     return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)

@@ -93,17 +93,17 @@ class Parts:
         """The coordinates of the ranks that have the tensor."""
         return {rank: self.mesh.at(rank).coordinate or {} for rank in self.pieces}
 
-    @cached_property
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which more than one rank has the tensor."""
         return tuple(a for a in self.mesh.axis_names if len({place[a] for place in self.places.values()}) > 1)
 
-    @cached_property
+    @property
     def first(self) -> Piece:
         """The piece of one rank: all ranks say the same of what is pending."""
         return next(iter(self.pieces.values()))
 
-    @cached_property
+    @property
     def pending(self) -> dict[str, str]:
         """The axes over which a DTensor says that it is pending, with the reduction."""
         return {axis: op for axis, op in self.first.known.items() if op and axis in self.axes}

@@ -106,7 +106,7 @@ class Blocks:
         """The place of the rank in the mesh."""
         return self.sharding.universe.position(self.rank) or 0
 
-    @cached_property
+    @property
     def drawn(self) -> list[BoardSide]:
         """The factors of each dim up to the last one that is split, and dims that aren't, where there is room."""
         found, whole = list[BoardSide](), list[BoardSide]()

@@ -279,7 +279,7 @@ class LocalStep:
         larger = tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
         return tuple(many), larger
 
-    @cached_property
+    @property
     def is_balanced(self) -> bool:
         """Whether each rank sends as much to each rank as it gets from each, itself included."""
         # Between even tiles the counts of one rank are, in another order, those of every other.

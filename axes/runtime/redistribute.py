@@ -212,7 +212,6 @@ def found_for(
     return found if odd <= {*own} else found_for(shape, ranks, find, cuts, odd.union(own))
 
 
-@functools.lru_cache(maxsize=4096)
 def small_size(size: int, ranks: int) -> int:
     """A small size that shares its divisors with the number of ranks.
 

@@ -123,9 +123,9 @@ class Execution:
         """Those that are read, and those that are written, None where a new one is made."""
         self.bound: Bound | None = None
         self.arrived = -1
+        self.messages = self._messages()
 
-    @cached_property
-    def messages(self) -> list[list[list[OwnMessage]]]:
+    def _messages(self) -> list[list[list[OwnMessage]]]:
         """What this rank sends and receives in each bucket: both ends find the same messages in the same order."""
         index = {rank: at for at, rank in enumerate(self.ranks)}
         found: list[list[list[OwnMessage]]] = [[[], []] for _ in self.move.steps]

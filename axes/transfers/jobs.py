@@ -543,7 +543,6 @@ def _mesh_text(end: Sharding, mesh: Mesh) -> str:
     return json.dumps([ranks, end.mesh.axis_names, axes, mesh.ranks_per_node])
 
 
-@functools.lru_cache(maxsize=64)
 def _mesh_from(text: str, first: int) -> Mesh:
     """That mesh again, on the ranks from `first`."""
     ranks, axis_names, axes, node = json.loads(text)
@@ -557,10 +556,10 @@ def _plan(written: tuple[str, str], names: tuple[str, str], first: tuple[int, in
     """The plan of what two jobs say, as a rank of both sees it. first: the numbers of their first ranks."""
     texts = [json.loads(each) for each in written]
     sources, targets = rows = texts[0]["tensors"], texts[1]["tensors"]
-    ends = [
-        {name: _mesh_from(mesh, at).sharding(spec) for name, (mesh, spec, *_) in side.items()}
-        for side, at in zip(rows, first, strict=True)
-    ]
+    ends = []
+    for side, at in zip(rows, first, strict=True):
+        meshes = {text: _mesh_from(text, at) for text in {mesh for mesh, *_ in side.values()}}
+        ends.append({name: meshes[mesh].sharding(spec) for name, (mesh, spec, *_) in side.items()})
     rules = None if "rules" not in texts[0] else LayoutRules(**texts[0]["rules"])
     shapes = {name: Like(tuple(shape), dtype) for name, (*_, shape, dtype) in sources.items()}
     dtypes = {name: dtype for name, (*_, dtype) in targets.items()}

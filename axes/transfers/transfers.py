@@ -29,6 +29,7 @@ from axes.algebra import providers
 from axes.algebra.chunks import Box, Tile, volume
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.layout import Layout, common_digits
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
 from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
@@ -187,7 +188,7 @@ class Transfer(providers.Pictured):
         """The ranks that get any of them, ascending."""
         return _ranks_of(one.target for one in self.tensors)
 
-    @cached_property
+    @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that take part, ascending."""
         return tuple(sorted({*self.sources, *self.targets}))
@@ -392,12 +393,23 @@ def _on_own_ranks(mesh: Mesh) -> Mesh:
             f"mesh[{names}] is another one on each rank; a transfer is the same on all. "
             f"Say which one it is, by one of its ranks: mesh.at(rank)[{names}]"
         )
-    axes = " ".join([f"{name}={size}" for name, size in mesh.shape.items()])
-    made = {name: mesh.factored(layout) for name, layout in mesh.namespace.items() if name not in mesh.shape}
-    more = [f"{name} = {' '.join(product)}" for name, product in made.items() if product]
     # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
-    ranks = mesh.universe.group(mesh.layout_of_all, mesh.rank)
-    return Mesh(axes, *more, ranks=ranks, ranks_per_node=mesh.ranks_per_node)
+    whole = mesh.layout_of_all
+    own = Mesh("ranks", ranks=mesh.universe.group(whole, mesh.rank), ranks_per_node=mesh.ranks_per_node)
+    names = {name: found for name, layout in mesh.namespace.items() if (found := _within(whole, layout)) is not None}
+    return own._with(axis_names=mesh.axis_names, namespace=names)
+
+
+def _within(whole: Layout, part: Layout) -> Layout | None:
+    """A layout as the ranks of `whole` are numbered along it; None where it has digits that `whole` hasn't.
+
+    >>> _within(Layout((2, 4), (8, 1)), Layout((2, 2), (8, 2)))
+    4:2
+    """
+    found = common_digits((whole, part))
+    if found is None or not {*found[part]} <= {*found[whole]}:
+        return None
+    return Layout.of([(size, whole.coordinate(stride)) for size, stride in found[part]])
 
 
 @lru_cache(maxsize=4096)

@@ -141,7 +141,7 @@ class State:
         """Elements of the largest tile."""
         return math.prod(self.tile)
 
-    @cached_property
+    @property
     def is_even(self) -> bool:
         """Whether all tiles are equally large."""
         return not any(map(operator.mod, self.space.sizes, self.pieces))
