@@ -139,7 +139,7 @@ def regions(x: DTensor, w: DTensor) -> None:
     y, norms = with_norms(x)
     assert_type(axes.unshard(y) / axes.unshard(norms), Tensor)
     assert_type(loss_and_count(x), dict[str, Tensor])
-    double: Callable[[Tensor], DTensor] = axes.shard_map(lambda t: 2 * t, "b@dp d -> b@dp d", check=1e-6)
+    double: Callable[[Tensor], DTensor] = axes.shard_map(lambda t: 2 * t, "b@dp d -> b@dp d", check=True)
     assert_type((double(x), axes.shard_map(torch.relu, "b@dp d -> b@dp d")(x)), tuple[DTensor, DTensor])
 
 
