@@ -76,13 +76,14 @@ ROWS = (
     Row(
         "all-reduce",
         "b s d | sum@tp -> b s d",
-        "Left of the bar are the dims of a rank's tensor, right of it a reduction that is still pending: the "
-        "sum over `tp`. The right side has no bar, so the sum is carried out.",
+        "On the left side, `| sum@tp` means that a sum over `tp` is pending. The right side has no `|`, so the "
+        "sum is carried out.",
     ),
     Row(
         "reduce-scatter",
         "b s d | sum@tp -> b s@tp d",
-        "The same sum, of which each rank needs its own part only: half the bytes.",
+        "The sum is carried out, but each rank receives only its part of it. This takes half the bytes of an "
+        "all-reduce.",
     ),
     Row(
         "all-to-all",
@@ -98,8 +99,8 @@ ROWS = (
     Row(
         "permutation",
         "b s@(cp tp) d -> b s@(tp cp) d",
-        "Axes in parentheses cut a dim in their order, the major axis first. In another order the same pieces"
-        " belong to other ranks, so ranks exchange them.",
+        "Axes in parentheses cut a dim in their order, the major axis first. If the order changes, the pieces "
+        "stay the same but belong to other ranks, so the ranks exchange them.",
         mesh=Mesh("cp=2 tp=2"),
     ),
     Row(
@@ -112,8 +113,8 @@ ROWS = (
     Row(
         "row-parallel",
         "b s f@tp, f@tp d -> b s@tp d",
-        "Each rank multiplies its parts, and gets one term of the product. The right side says how the terms "
-        "are added up: here the sum is scattered over `s`.",
+        "Each rank multiplies its shards, and gets one term of the product. The terms are summed, and the right "
+        "side splits the sum over `s`.",
         kind="einsum",
     ),
     Row(
@@ -143,7 +144,7 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 def overview() -> str:
     """All rows as one table."""
-    return table(["expression", "is", "in, out per rank", "backward, local view"], map(_overview_row, ROWS))
+    return table(["expression", "steps", "in, out per rank", "backward, local view"], map(_overview_row, ROWS))
 
 
 def _overview_row(row: Row) -> list[str]:
@@ -189,7 +190,7 @@ def local_backward(found: Recipe) -> Iterator[tuple[Plan, str]]:
         one, two = source.at(shape), target.at(shape)
         arriving, middle, _ = transposed(one, two)
         made = axes.plan(replace(arriving, names=source.names), middle, shape, dtype=DTYPE)
-        yield made, "" if middle.dims == one.dims else "\n  then within zeros: pending"
+        yield made, "" if middle.dims == one.dims else "\n  then padded with zeros; the result is pending"
 
 
 def global_backward(found: Recipe) -> str:
@@ -253,9 +254,9 @@ INTRODUCTION = f"""# einops with an @
 
 {WRITTEN}
 
-An einops expression names the dims of a tensor before and after an operation. With an `@` it also says which axes of
-the mesh split each dim, so it says
-which part each rank holds, before and after. The communication follows from the two sides.
+An einops expression names the dims of a tensor before and after an operation. After an `@` come the axes of the mesh
+that split the dim. The left side then describes the shards of all ranks before the operation, and the right side the
+shards after it. The library finds the communication between them.
 
 ```python
 import axes
@@ -267,22 +268,18 @@ with axes.simulate(4):                                  # four ranks, in this pr
 ```
 
 Read `@` as "split over". A `|` introduces *pending* reductions (torch's `Partial`): in `b s d | sum@tp` each rank of
-`tp` holds one term of a sum. Without `@`
-and `|`, `axes.rearrange`, `reduce`, `repeat` and `einsum` do what einops does. They take DTensors (the *global view*:
-one tensor on all ranks) or plain
-tensors that hold this rank's shard (the *local view*). An expression means the same for both.
+`tp` holds one term of a sum. Without `@` and `|`, `axes.rearrange`, `reduce`, `repeat` and `einsum` do what einops
+does. They take DTensors (the *global view*: one tensor on all ranks) or plain tensors that hold this rank's shard
+(the *local view*). An expression means the same for both.
 
 A name is a Python identifier (`h`, `_h`, `β`, but not `_` alone), and names are separated by white space, line breaks
-included. In an einsum, `...` stands
-for dims of the same sizes in every operand. (einops is stricter: it refuses `_h`, `h_` and tabs.) Arrays of other
-libraries are for einops itself.
+included. (einops is stricter: it refuses `_h`, `h_` and tabs.) In an einsum, the dims of `...` have the same sizes in
+every operand. Only torch tensors are accepted; use einops for arrays of other libraries.
 
 ## Four rules
 
-**1. A name with an `@` is explicit; a name without one keeps its split.** If a name has an `@` anywhere in the
-expression, then it is unsplit wherever it has none.
-Below, `s` is such a name: it becomes unsplit. A name that has no `@` at all, such as `b`, keeps the split of the
-tensor.
+**1. A name that never has an `@` keeps its split.** Below, this is `b`. If a name has an `@` somewhere in the
+expression, it is unsplit wherever it has none. Below, `s` is unsplit on the right side.
 
 ```python
 with axes.simulate(4):
@@ -292,12 +289,11 @@ with axes.simulate(4):
     axes.spec_of(y)
 ```
 
-So one expression serves a model with data parallelism and a model without. (A DTensor has no names for its dims:
-`spec_of` writes `_` for each.)
+Therefore the same expression works with and without data parallelism. (A DTensor has no names for its dims: `spec_of`
+writes `_` for each dim.)
 
-**2. The left side is an assertion.** It must match how the tensor is sharded, and it never moves the tensor. (A plain
-tensor doesn't know how it is
-sharded, so there the left side declares it.)
+**2. The left side is an assertion.** It must match the sharding of the tensor, and never causes communication. (A
+plain tensor doesn't know its sharding. For plain tensors the left side declares the sharding.)
 
 ```python
 with axes.simulate(4):
@@ -307,8 +303,7 @@ with axes.simulate(4):
 ```
 
 **3. No hidden communication.** Data moves only where the right side differs from the left. If two operands split one
-name in different ways, this is an
-error and not a silent gather:
+name in different ways, this is an error. The library doesn't gather silently:
 
 ```python
 with axes.simulate(4):
@@ -318,9 +313,8 @@ with axes.simulate(4):
     axes.einsum(x, w, "b s f, f d -> b s d")
 ```
 
-**4. No hidden pending reduction.** After a sum over a split dim each rank has one term. To keep the result pending,
-name the axis on the right, `| sum@tp`, or
-write `| *`, which keeps any. To have it reduced, write the `@` of the summed dim on the left.
+**4. No hidden pending reduction.** After a sum over a split dim each rank has one term of the result. The expression
+must say whether the result stays pending or the sum is carried out. This one says neither:
 
 ```python
 with axes.simulate(4):
@@ -330,7 +324,9 @@ with axes.simulate(4):
     axes.einsum(x, w, "b s f, f d -> b s d")
 ```
 
-There are four ways to write it: pending, with either text; reduced; and reduced and scattered.
+To keep the result pending over `tp`, write `| sum@tp` on the right. `| *` keeps it pending, whatever the axes are. To
+carry the sum out, write the axes of the summed dim on the left: `f@tp`. The right side may split the sum, as in
+`s@tp`:
 
 ```python
 with axes.simulate(4):
@@ -345,9 +341,9 @@ with axes.simulate(4):
 
 ## Stars, and specs without an arrow
 
-A `*` stands for the axes that split a dim, whichever they are. Left of the arrow, `f@*` has the sum over `f` carried
-out over these axes. Right of it,
-`s@(* tp)` splits a dim further. With a `*` a model needs no knowledge of the mesh:
+A `*` stands for all axes that split the dim in the tensor. Left of the arrow, `f@*` means that the sum over `f` is
+carried out, whatever axes split `f`. Right of the arrow, `s@(* tp)` splits `s` over its axes and then over `tp`. So
+the code of a model needn't know the axes of the mesh:
 
 ```python
 with axes.simulate(4):
@@ -360,8 +356,8 @@ with axes.simulate(4):
 ```
 
 A spec without an arrow, as in `shard`, `plan` and `reshard`, is complete: a dim without an `@` is unsplit, and
-without a `|` nothing is pending. In
-`reshard`, a `*` keeps the axes of the tensor, and `...` keeps dims as they are.
+without a `|` nothing is pending. In `reshard`, a `*` keeps the axes that split the dim, and `...` keeps the dims that
+it stands for as they are.
 
 ```python
 with axes.simulate(4):
@@ -373,7 +369,8 @@ with axes.simulate(4):
 
 ## Several tensors in one dim
 
-Tensors of one size that are fused in one dim become a dim of their own, which a loop or `unbind` takes apart:
+Several tensors are often stored in one dim, such as the gate and up projections of an MLP. If they have the same
+size, `rearrange` can give them a dim of their own. Assignment or `unbind` then separates them:
 
 ```python
 with axes.simulate(4):
@@ -383,10 +380,11 @@ with axes.simulate(4):
     axes.spec_of(gate), tuple(gate.shape), tuple(gate.to_local().shape)
 ```
 
-If the sizes differ, each rank holds its part of each tensor. Take them apart by `torch.split` in a region:
+If the sizes differ, separate the tensors with `torch.split` in a *region*: a function that `axes.shard_map` runs on
+plain shards. The rows must be stored so that each rank has its part of every tensor:
 
 ```python
-def heads(rows):                                                        # of each key head its two queries, k and v
+def heads(rows):                                         # each key head has two queries, a key and a value
     q, k, v = rows.unflatten(0, (-1, 12)).split((6, 3, 3), 1)
     return q.reshape(-1, 3, 5), k, v
 
@@ -403,12 +401,10 @@ Nine expressions, on four ranks. All tensors are {DTYPE}, with {", ".join(f"{n}=
 <!-- table -->
 
 In the pictures each rank has a colour. The dashed frame is the whole tensor (without `b`). The filled part is the
-rank's own, in the colour of the rank that it
-came from. Stripes are sums. Bytes are those of the busiest rank.
+shard of this rank; its colour shows which rank held the data before. A striped part is a sum over several ranks.
+Numbers of bytes are those of the busiest rank.
 
-Below each picture is the backward pass, which is derived from the same expression. In the *local view* every rank has
-its own loss, and the sum of the losses
-counts, so the gradient of a replicated tensor is pending: each rank has one term. In the *global view* there is one
-loss and one gradient, which
-may arrive in any sharding, and nothing is reduced before something needs it. [Gradients](gradients.md) runs all of
-these."""
+Below each picture is the backward pass. In the *local view* every rank has its own loss, and the backward pass
+differentiates the sum of all losses. So the gradient of a replicated tensor is pending: each rank has one term. In
+the *global view* there is one loss and one gradient. This gradient may arrive in any sharding, and is reduced only
+when an operation needs it reduced. [Gradients](gradients.md) has results for all of these."""
