@@ -277,8 +277,8 @@ def _described(found: torch.Tensor, whole: torch.Tensor, arriving: DTensor, e: R
     known = {
         name: part,
         f"{name} / {mesh.size}": part / mesh.size,
-        "its summand of G": arriving.to_local(),
-        "its part of G, within zeros": padded,
+        "its term of G": arriving.to_local(),
+        "its part of G, padded with zeros": padded,
     }
     for text, value in known.items():
         if torch.equal(value, found):
@@ -340,7 +340,7 @@ def _crossed(e: Crossing, mesh: Mesh, is_own: bool) -> tuple[tuple[str, ...], st
 def _compared(found: torch.Tensor, wanted: torch.Tensor, summand: torch.Tensor | None, size: int) -> str:
     """What a gradient is of the right one; an error where it is nothing known."""
     known = {"right": wanted, f"{size} times too large": wanted * size, f"1/{size} of it": wanted / size}
-    for text, value in {**known, "this rank's summand alone": summand}.items():
+    for text, value in {**known, "only this rank's term": summand}.items():
         if value is not None and torch.equal(value, found):
             return text
     raise AssertionError(f"{found} is none of {known}, {summand}")
@@ -364,20 +364,22 @@ ROWS = (
     Row(
         "S -> R",
         "In the local view the gradient of an all-gather is a reduce-scatter: every rank has one term of the "
-        "whole gradient, and needs its own part of the sum. In the global view it depends on the sharding in "
-        "which the gradient arrives.",
+        "whole gradient, and needs its own part of the sum. In the global view the collective depends on the "
+        "sharding in which the gradient arrives.",
         both("b s@tp d -> b s d", P, R, S, "b s d@tp"),
     ),
     Row(
         "R -> S",
-        "A slice sends nothing, and neither does its gradient. In the local view each rank pads its part with"
-        " zeros, and the result is pending. A DTensor needs no zeros, since its gradient may stay split.",
+        "A slice needs no communication, forward or backward. In the local view each rank pads its part of the "
+        "gradient with zeros, and the result is pending. In the global view the gradient stays split; the "
+        "all-gather below brings it to the sharding of the leaf.",
         both("b s d -> b s@tp d", S, R),
     ),
     Row(
         "P -> R",
-        "In the local view the gradient of an all-reduce is an all-reduce, since the sum is in every rank's "
-        "loss. In the global view there is one loss, so a whole gradient is the gradient of every term.",
+        "In the local view the gradient of an all-reduce is an all-reduce, because the loss of every rank "
+        "contains the sum. In the global view there is one loss, so each term of the sum has the same gradient "
+        "as the sum.",
         both("b s d | sum@tp -> b s d", R, P, S),
     ),
     Row(
@@ -393,9 +395,9 @@ ROWS = (
     ),
     Row(
         "P -> I; I -> R; R -> I",
-        "I is `same`: values are equal on every rank, and gradients are whole and equal too, as between the "
-        "blocks of a tensor-parallel model. The first two rows are Megatron's g and f. A DTensor has no "
-        "`same`, since it knows how its gradient is sharded.",
+        "I is `same`: every rank has the same value and the same, whole gradient. Activations between the blocks "
+        "of a tensor-parallel model are an example. The first two rows are Megatron's g and f. DTensors don't "
+        "need `same`, because their gradients know their own sharding.",
         (
             Expression("local", "b s d | sum@tp -> b s d | same@tp", after="b s d | same@tp -> b s d"),
             Expression("local", "b s d | same@tp -> b s d", before="b s d -> b s d | same@tp"),
@@ -404,7 +406,7 @@ ROWS = (
     ),
     Row(
         "S -> I; I -> S",
-        "These are the first two sections without a sum: the gradient of a gather is a slice, and that of a "
+        "With `same`, no gradient has to be summed. The gradient of a gather is a slice, and the gradient of a "
         "slice is a gather.",
         (
             Expression("local", "b s@tp d -> b s d | same@tp", after="b s d | same@tp -> b s d"),
@@ -413,34 +415,36 @@ ROWS = (
     ),
     Row(
         "mean -> R",
-        "As P -> R, with value and gradient divided by the number of ranks.",
+        "The collectives are those of P -> R. The value and the gradient are divided by the number of ranks.",
         both("b s d | mean@tp -> b s d", R, P, S),
     ),
     Row(
         "max -> R",
-        "The gradient goes to the elements that reach the maximum, in equal parts, as in `torch.amax`. So the"
-        " backward pass counts the ranks that reach it.",
+        "As in `torch.amax`, the gradient is divided equally among the elements that are equal to the maximum. An "
+        "all-reduce in the backward pass counts these elements over all ranks.",
         both("b s@tp d -> b d", "b d", "b d | sum@tp", "b d@tp", kind="reduce", op="max"),
     ),
     Row(
-        "einsum operand: lacks a splitting axis; split; pending",
-        "Look at one axis and one operand. If the axis splits the other operand only, the gradient is "
-        "pending. If it splits this operand, the gradient is split too. If this operand is pending over it, "
-        "the gradient is whole.",
+        "einsum operand: R; S; P",
+        "An axis may split only the other operand. Then the gradient of this operand is pending over the axis. If "
+        "the axis splits this operand, its gradient is split too. If this operand is pending over the axis, its "
+        "gradient is replicated.",
         both("b s d, d f@tp -> b s f@tp", "b s f@tp", "b s f", kind="einsum")
         + both("b s f@tp, f@tp d -> b s@tp d", "b s@tp d", "b s d", kind="einsum")
         + both("b d | sum@tp, d f -> b f | sum@tp", "b f", "b f | sum@tp", kind="einsum"),
     ),
     Row(
-        "reduce over a split dim: kept; resolved",
-        "The gradient of a sum is copies. If the sum stays pending, each rank copies the gradient that it "
-        "gets. If the sum is carried out, the gradients of all ranks are summed first, in the local view.",
+        "reduce over a split dim: pending; carried out",
+        "The gradient of a sum is copied to all elements of the sum. If the sum stays pending, each rank copies "
+        "the gradient that it has. If the sum is carried out, then in the local view the gradients of all ranks "
+        "are summed first.",
         both("b s@tp d -> b d | sum@tp", "b d", "b d | sum@tp", kind="reduce")
         + both("b s@tp d -> b d", "b d", "b d | sum@tp", kind="reduce"),
     ),
     Row(
         "ppermute; all_gather; psum_scatter; all_to_all",
-        "Collectives by name, on the plain tensors of a region. G is the gradient of the whole result.",
+        "These are collectives by name, called in a region on plain tensors. G is the gradient of the whole "
+        'result. The column "inside" shows the gradient that a rank gets inside the region.',
         (
             Region("b s@tp d -> b s@tp d", S, 'axes.ppermute(x, "tp", shift=1)', "x.roll(x.shape[1] // 4, 1)"),
             Region("b s@tp d -> b s d", R, 'axes.all_gather(x, "tp", dim=1)'),
@@ -449,12 +453,12 @@ ROWS = (
         ),
     ),
     Row(
-        "the border of a region",
-        "`axes.shard_map`, `axes.to_local` and `axes.from_local` lead from one view to the other. In a "
-        "region, each rank gets one term of the gradient of a replicated result, and the gradient of a "
-        "replicated operand leaves pending. If the region says `same`, the gradient comes whole and leaves "
-        "whole. A function may use a plain tensor from outside; if that tensor needs a gradient, it is an "
-        "error, which shows how to pass the tensor as an argument.",
+        "regions: between the views",
+        "`axes.shard_map` turns its operands from DTensors into plain tensors, and its results back into "
+        "DTensors. If a result is replicated, each rank gets one term of its gradient inside the region. If an "
+        "operand is replicated, its gradient is pending outside the region. If the spec has `same`, each "
+        "rank gets the whole gradient and must return the whole gradient. A region may use a plain tensor "
+        "that isn't an argument only if that tensor needs no gradient.",
         (
             Region("b s@tp d -> b s@tp d", S),
             Region("b s@tp d -> b s@tp d", R),
@@ -470,14 +474,14 @@ ROWS = (
         ),
     ),
     Row(
-        "a tensor that crosses the border alone",
-        "A region knows both of its ends. A tensor that comes out or goes in alone doesn't. If it needs a "
-        "gradient and is replicated, there is no right default: plain code may use the copies alike on every "
-        "rank, or each rank may use its copy in its own way (on its own rows, say), so that the gradients add"
-        " up. `axes.shard` and `axes.unshard` mean one whole tensor that every rank has, with the whole "
-        "gradient on each. `axes.to_local` and `axes.from_local` mean each rank's own tensor, and ask: "
-        'without `grad=` there is an error that shows both ways. `| same@tp` in the spec says `"whole"` for '
-        "some of the axes. torch's own functions take copies to be used alike unless they are told otherwise.",
+        "to_local, from_local, shard, unshard: between the views",
+        "These functions convert a single tensor, and don't know how plain code uses its copies on the ranks. For "
+        "the gradient of a replicated tensor this matters. If every rank uses its copy in the same way, each rank "
+        "has the whole gradient. If each rank uses its copy differently, such as with its own rows of the batch, "
+        "each rank has one term of the gradient. `axes.shard` and `axes.unshard` assume the same use. "
+        '`axes.to_local` and `axes.from_local` need `grad="whole"` for the same use or `grad="summed"` for '
+        'different use, and raise an error without it. `| same@tp` in the spec means `"whole"` for the axis '
+        "`tp` only. torch's own functions assume the same use, unless `grad_placements` has `Partial()`.",
         (
             Crossing("axes.unshard(w)", alike=True, own=False),
             Crossing('axes.to_local(w, grad="whole")', alike=True, own=False),
@@ -499,9 +503,9 @@ ROWS = (
 CLOSING = """
 ## Autocast, forward mode and torch.func
 
-Under `torch.autocast` the operands of an einsum are cast to autocast's dtype before the product, except float64.
-Reductions keep the dtype of their
-tensor. A gradient has the dtype of its operand. The backward pass may run inside or outside of the block.
+Under `torch.autocast`, `axes.einsum` casts its operands to the dtype of autocast, except float64. Reductions keep the
+dtype of their tensor. A gradient has the dtype of its operand. `backward()` may be called inside or outside of the
+`with` block.
 
 ```python
 import axes, torch
@@ -513,17 +517,14 @@ with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
     print(y.dtype, w.grad.dtype)
 ```
 
-Forward-mode differentiation (`torch.autograd.forward_ad`) raises a `ShardingError` on every rank, before anything is
-sent: a collective sends the values of a
-tensor and not its tangent. Write `torch.autograd.functional.jvp`, which uses the backward pass, for plain tensors and
-DTensors.
+Forward-mode differentiation (`torch.autograd.forward_ad`) isn't possible, because a collective sends the values of a
+tensor and not its tangent. Every rank raises a `ShardingError` before it sends anything. Write
+`torch.autograd.functional.jvp` instead. It uses the backward pass, and works for plain tensors and DTensors.
 
 The transforms of `torch.func` (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`) wrap tensors, and a
-collective can't send a wrapped tensor.
-Inside of a transform every operation of axes raises a `ShardingError`; so does `vectorize=True`. Write
-`torch.autograd.grad`, with
-`create_graph=True` for higher derivatives, or `torch.autograd.functional`. `torch.func.functional_call` works: it
-transforms nothing.
+collective can't send a wrapped tensor. Operations of `axes` inside a transform raise a `ShardingError`, also with
+`vectorize=True` of `torch.autograd.functional`. Write `torch.autograd.grad`, with `create_graph=True` for higher
+derivatives, or `torch.autograd.functional`. `torch.func.functional_call` works, because it transforms nothing.
 """
 """What stands below the tables."""
 
@@ -562,7 +563,7 @@ def off_text(off: float) -> str:
 HEADS = {
     Expression: ["view", "expression", "gradient arrives as", "forward", "backward", "gradient comes as", "off by"],
     Region: ["region", "function", "gradient arrives as", "inside", "forward", "backward", "comes as", "off by"],
-    Crossing: ["call", "used alike: backward", "gradient", "each its own way: backward", "gradient"],
+    Crossing: ["call", "same use: backward", "gradient", "different use: backward", "gradient"],
 }
 
 
@@ -592,21 +593,19 @@ INTRODUCTION = f"""# Gradients
 
 {WRITTEN}
 
-Over an axis a tensor is replicated (R), split (S) or pending (P; torch's `Partial`). So is its gradient, but not
-always in the same way. How the
-gradient is sharded depends on the view.
+Over each axis a tensor is replicated (R), split (S) or pending (P; torch's `Partial`). Its gradient has one of these
+three states too, but often not the state of the tensor. Which state it has depends on the view.
 
-- **Global view**: DTensors. There is one tensor, one loss and one gradient, which may arrive in any sharding. Nothing
-  is reduced before something
-  needs it. The gradient of a leaf is reduced once, to the leaf's own sharding, after all its parts have been added up.
+- **Global view**: DTensors. There is one tensor, one loss and one gradient. The gradient of a result may arrive in
+  any sharding. A gradient stays pending until an operation needs it reduced. The backward pass adds up all parts of a
+  leaf's gradient, and then reduces the sum once, to the sharding of the leaf.
 - **Local view**: plain tensors. Each rank has its own tensor and its own loss, and the backward pass differentiates
-  the sum of all losses. So the
-  gradient of a replicated value is pending: each rank has one term. The gradient of a pending value is replicated.
-  `same` (I) declares a
-  replicated value whose gradient is whole on every rank.
+  the sum of all losses. So the gradient of a replicated tensor is pending: each rank has one term. The gradient of a
+  pending tensor is replicated. `same` (I) declares a replicated tensor whose gradient isn't pending: every rank has
+  the whole gradient.
 
-Here is a weight of a data-parallel model, in the global view. Its gradient arrives pending over `dp`. `.grad` is
-reduced:
+This example has the weight of a data-parallel model in the global view. The backward pass gives a gradient that is
+pending over `dp`, and `axes` reduces it before it becomes `.grad`:
 
 ```python
 import axes, torch
@@ -619,22 +618,20 @@ with axes.simulate(4):
     axes.spec_of(w.grad)
 ```
 
-A leaf that axes makes (`shard`, `from_local`, `zeros` and so on) reduces its gradient, whichever operation uses it
-first, torch's own included. A tensor that
-torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy) reduces its gradient from the first operation of axes on.
-For a gradient that stays pending, compute with
-`v = w.view_as(w)` and take `torch.autograd.grad(loss, v)`.
+This holds for every leaf that a function of `axes` makes (`shard`, `from_local`, `zeros` and so on), even if only
+torch's own operations use it. torch can make another leaf from it: `nn.Parameter(x)`, `x.detach()` or a copy. The
+gradient of such a leaf is reduced if at least one operation of `axes` uses the leaf. To get a gradient that stays
+pending, compute with `v = w.view_as(w)` and take `torch.autograd.grad(loss, v)`.
 
-A gradient can be differentiated again. With `create_graph=True` second and higher derivatives are those of one
-device, also across the border
-between the views.
+A gradient can be differentiated again. With `create_graph=True`, second and higher derivatives are equal to those of
+one device, also if a tensor changes from one view to the other.
 
-In the tables below four ranks run each row: forward, then backward for each sharding in which the gradient may
-arrive. The tables show the collectives that
-ran, the sharding of the leaf's gradient, and the largest difference of values and gradients from one device. In the
-global view the collectives
-include the one that reduces the leaf's gradient. In the local view tensors come out of DTensors by `axes.to_local`
-and go back by
-`axes.from_local`, both with `grad="summed"`: only with both is the gradient equal to that of one
-device. A permutation is an all-to-all in which each rank sends to one
-other. The ranks are processes over gloo, which runs a planned reduce-scatter as an exchange and a local sum."""
+The rest of this page is one table for each kind of operation. Four ranks ran every row forward and backward, with the
+gradient in the given sharding. Each row has the collectives that ran, the sharding of the leaf's gradient, and the
+largest difference of any value or gradient from one device ("off by").
+
+- In the global view the backward collectives include the one that brings the gradient to the sharding of the leaf.
+- In the local view the test takes tensors out of DTensors by `axes.to_local` and puts them back by `axes.from_local`,
+  both with `grad="summed"`.
+- A permutation is shown as an all-to-all. The ranks communicate by gloo, so a planned reduce-scatter is an all-to-all
+  and a local sum."""
