@@ -57,8 +57,8 @@ def from_partition_spec(partition: Iterable[Axes], dims: str) -> str:
 
     Raises:
         ExpressionError: `dims` isn't in the grammar.
-        ShardingError: There are more entries than dims, `dims` has an `@` or `...`, or an entry is none that axes has:
-            `UNCONSTRAINED`, or values that are reduced or unreduced over an axis.
+        ShardingError: There are more entries than dims, `dims` has an `@` or `...`, an axis is there twice, or an entry
+            is none that axes has: `UNCONSTRAINED`, or values that are reduced or unreduced over an axis.
 
     Examples:
         >>> from_partition_spec(("dp",), "b d"), from_partition_spec((None, ("tp", "dp")), "b (h k)")
@@ -80,7 +80,10 @@ def from_partition_spec(partition: Iterable[Axes], dims: str) -> str:
             f"a partition spec has an entry for each dim, at most {len(tree.dims)} for {shown(dims)}; found "
             f"{shown(partition)}"
         )
-    return str(Spec((*map(_split, tree.dims, entries), *tree.dims[len(entries) :])))
+    found = Spec((*map(_split, tree.dims, entries), *tree.dims[len(entries) :]))
+    if len({*found.axes}) < len(found.axes):
+        raise ShardingError(f"an axis splits one dim; found one twice in {shown(partition)}")
+    return str(found)
 
 
 def _split(dim: Dim, entry: Any) -> Dim:
@@ -265,6 +268,8 @@ def to_tp_plan(specs: Mapping[str, str], axis: str = "tp", embeddings: Collectio
 
 def _spec_of(name: str, plan: Mapping[str, str], ndim: int, axis: str) -> str:
     """The spec of a parameter with so many dims: its own style applies, else that of its module."""
+    if not isinstance(axis, str) or not axis.isidentifier():
+        raise ShardingError(f"axis is the name of a mesh axis, like 'tp'; found {shown(axis)}")
     module, _, own = name.rpartition(".")
     style = plan.get(name) or plan.get(module) or "replicate"
     if not isinstance(style, str) or style not in _SPLIT:

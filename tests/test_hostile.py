@@ -76,6 +76,7 @@ NOT_OURS = (
     "Attempted to unbind along the sharded dimension",
     "Invalid device string",
     "Cannot access accelerator device when none is available",
+    "Found no NVIDIA driver on your system",
     "tuple index out of range",  # torch.optim, of parameters that are tuples of one
 )
 """What an argument says itself: an object whose method raises, a tensor in which torch can't compute, a module that has

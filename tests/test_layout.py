@@ -104,11 +104,14 @@ def test_two_layouts_overlap_contain_and_divide_as_index_sets_do(system, foreign
     assert bool(refusal(MeshError, lambda: Layout.product(one, other))) == one.overlaps(other)
     if one.contains(other):
         rest = one.divide(other)
+        inner = other.within(one)
+        assert [one.offset(inner.offset(at)) for at in range(other.size)] == [*other.offsets()]
         assert sorted(Layout.product(rest, other).offsets()) == sorted(mine)
         # In the layout's own order: what is left are its offsets where the divisor's coordinate is 0.
         assert list(rest.offsets()) == [o for o in one.offsets() if other.coordinate(o) == 0]
     else:
         assert refusal(MeshError, lambda: one.divide(other))
+        assert refusal(MeshError, lambda: other.within(one))
 
 
 @given(digit_systems(), digit_systems(), st.data())

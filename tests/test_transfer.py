@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
 from axes import Mesh
-from axes.transfers.transfers import read_end
 from tests.common import case, error_of
 from tests.counting import Counter
 from tests.strategies import MeshCase, examples, meshes
@@ -60,7 +59,8 @@ def test_a_sub_mesh_has_all_names_of_its_ranks(drawn: MeshCase, data: st.DataObj
     taken = mesh.at(rank)[tuple(names)]
     for name in mesh.names:
         if taken.layout_of_all.contains(mesh.layout(name)):
-            end, whole = read_end(f"a@{name}", taken), mesh.sharding(f"a@{name}")
+            move = axes.transfer({"x": f"a@{name}"}, {"x": "a"}, taken, Mesh("t=1"), {"x": (24,)})
+            end, whole = move.tensors[0].source, mesh.sharding(f"a@{name}")
             ranks = [*mesh.universe.group(taken.layout_of_all, rank)]
             assert sorted(end.universe.ranks) == sorted(ranks)
             assert end.mesh.shape == taken.shape

@@ -246,6 +246,18 @@ class Layout(tuple[Digit, ...]):
         found = common_digits((self, checked_layout(other)))
         return found is not None and set(found[other]) <= set(found[self])
 
+    def within(self, whole: Layout) -> Layout:
+        """This layout in terms of the coordinates on `whole`, which has all of its digits.
+
+        Raises `MeshError` where `whole` lacks some of them.
+
+        Examples:
+            >>> Layout((2, 2), (8, 2)).within(Layout((2, 4), (8, 1)))
+            4:2
+        """
+        whole.divide(self)  # refuses digits that `whole` lacks
+        return Layout._joined([(size, whole.coordinate(stride)) for size, stride in digits(self, whole)[0]])
+
     def overlaps(self, other: Layout) -> bool:
         """Whether the two read a common digit (or cut each other's digits).
 

@@ -298,7 +298,7 @@ def cross_entropy(
         label_smoothing: The share of each label that is spread over all classes.
         z_loss: A factor, which keeps logits small (1e-4 in PaLM). Each label's loss gets this times the square of the
             log of the softmax's denominator, times the weight of the label's class.
-        **sizes: Whole sizes of names, of plain shards.
+        **sizes: The whole size of the vocabulary, of plain shards. Without it the ranks exchange their sizes.
 
     Returns:
         The loss, with the dims of the result.
@@ -342,7 +342,7 @@ def embedding(
         expression: The dims of ids, table and result.
         mesh: The mesh, by default the ambient one or that of the tensors.
         padding_idx: A row that gets no gradient; a negative one counts from the end of the whole table.
-        **sizes: Whole sizes of names, of plain shards.
+        **sizes: The whole number of rows, of plain shards. Without it the ranks exchange their sizes.
 
     Returns:
         A row for each index.
@@ -574,7 +574,7 @@ def _applied(
     what: str, local: Callable[..., torch.Tensor], expression: str, tensors: Sequence[torch.Tensor], mesh: Mesh | None
 ) -> torch.Tensor:
     """The function on DTensors as a region, on plain tensors as it is."""
-    x = tensors[what == "embedding"]
+    x = tensors[1] if what == "embedding" else tensors[0]
     check_floats(what, x)
     if _is_widened(what, x.dtype, x.device.type):
         tensors = [x.float() if x.is_floating_point() else x for x in tensors]

@@ -80,7 +80,8 @@ def load_safetensors(
 
     Raises:
         ShardingError: Everything that doesn't fit: missing parameters, tensors that no parameter takes, shapes,
-            dtypes, files. It is raised before anything is changed.
+            dtypes, files. It is raised before anything is changed. Ranks don't communicate here: a file that one node
+            lacks is an error on the ranks of that node.
 
     Examples:
         >>> import tempfile

@@ -111,15 +111,21 @@ def _errors(kind: str, texts: Sequence[str], known: Collection[str]) -> Iterator
     except ExpressionError as error:
         yield error
     else:
-        for name, span in [each for each in used if known and each[0] not in known]:
+        for at, (tensor, name, span) in enumerate(used):
             found = next(re.compile(rf"(?<!\w){re.escape(name)}(?!\w)").finditer(texts[0], *span))
-            yield ExpressionError(str(unknown_axis(name, known)), texts[0], *found.span())
+            if known and name not in known:
+                yield ExpressionError(str(unknown_axis(name, known)), texts[0], *found.span())
+            elif (tensor, name) in [each[:2] for each in used[:at]]:
+                yield ExpressionError(f"axis '{name}' is used twice; it splits one place", texts[0], *found.span())
 
 
-def _axes_in(kind: str, text: str, *equations: str) -> list[tuple[str, Span]]:
-    """The axes that a text uses, each with the place in which it stands; `ExpressionError` for a mistake in it."""
+def _axes_in(kind: str, text: str, *equations: str) -> list[tuple[int, str, Span]]:
+    """The axes that a text uses, each behind the number of the tensor and before the place in which it stands.
+
+    Raises `ExpressionError` for a mistake in the text.
+    """
     if kind == "axis":
-        return [(text, (0, len(text)))]
+        return [(0, text, (0, len(text)))]
     if kind == "mesh":
         check_sides([item.name for item in parse_declaration(text)], list(map(parse_equation, equations)))
         return []
@@ -132,7 +138,8 @@ def _axes_in(kind: str, text: str, *equations: str) -> list[tuple[str, Span]]:
         specs = [tree.spec]
     elif kind != "tensors":
         read("rearrange" if kind == "target" else kind, text, tuple([len(spec.dims) for spec in tree.operands]))
-    return [(name, place.span) for spec in specs for _, place in spec.places for name in place.names if name != "*"]
+    places = [(number, place) for number, spec in enumerate(specs) for _, place in spec.places]
+    return [(number, name, place.span) for number, place in places for name in place.names if name != "*"]
 
 
 def _place(source: str, literal: ast.Constant, at: int) -> tuple[int, int]:

@@ -29,7 +29,6 @@ from axes.algebra import providers
 from axes.algebra.chunks import Box, Tile, volume
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.layout import Layout, common_digits
 from axes.algebra.mesh import Mesh, required_mesh
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
 from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
@@ -396,20 +395,8 @@ def _on_own_ranks(mesh: Mesh) -> Mesh:
     # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
     whole = mesh.layout_of_all
     own = Mesh("ranks", ranks=mesh.universe.group(whole, mesh.rank), ranks_per_node=mesh.ranks_per_node)
-    names = {name: found for name, layout in mesh.namespace.items() if (found := _within(whole, layout)) is not None}
-    return own._with(axis_names=mesh.axis_names, namespace=names)
-
-
-def _within(whole: Layout, part: Layout) -> Layout | None:
-    """A layout as the ranks of `whole` are numbered along it; None where it has digits that `whole` hasn't.
-
-    >>> _within(Layout((2, 4), (8, 1)), Layout((2, 2), (8, 2)))
-    4:2
-    """
-    found = common_digits((whole, part))
-    if found is None or not {*found[part]} <= {*found[whole]}:
-        return None
-    return Layout.of([(size, whole.coordinate(stride)) for size, stride in found[part]])
+    named = {name: layout.within(whole) for name, layout in mesh.namespace.items() if whole.contains(layout)}
+    return own._with(axis_names=mesh.axis_names, namespace=named)
 
 
 @lru_cache(maxsize=4096)
