@@ -62,6 +62,7 @@ HOME = str(Path(axes.__file__).parent)
 
 NOT_OURS = (
     "of a hostile object",
+    "a generator that fails",
     "not implemented for",
     "not supported on quantized tensors",
     'is missing the required "forward" function',
@@ -71,12 +72,20 @@ NOT_OURS = (
     "can't convert negative int to unsigned",
     "Device index must not be negative",
     "Expected one of cpu, cuda",
-    "Promotion for Float8 Types",
-    "is not on the expected device meta",
+    "Promotion for ",
+    "is not on the expected device",
     "Attempted to unbind along the sharded dimension",
     "Invalid device string",
     "Cannot access accelerator device when none is available",
     "Found no NVIDIA driver on your system",
+    "got mixed torch.Tensor and DTensor",
+    "only supports Tensor or scalar",
+    "must match the size of tensor b",
+    "more than one element is ambiguous",
+    "add(sparse, dense) is not supported",
+    "dtype can require gradients",
+    "Overflow when unpacking",
+    "File name too long",
     "tuple index out of range",  # torch.optim, of parameters that are tuples of one
 )
 """What an argument says itself: an object whose method raises, a tensor in which torch can't compute, a module that has
@@ -109,7 +118,7 @@ def outcome(case: Case, number: int, values: bool) -> Outcome:
         fault = f"a message of {len(text)} characters: {text[:100]}" if len(text) > LONGEST else ""
         return Outcome(type(error).__name__, ADDRESS.sub("", text), seconds, fault)
     except Exception as error:
-        if isinstance(error, RuntimeError) and "allocate memory" in str(error):
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
             return Outcome("no memory", "", 0.0)
         if any(said in str(error) for said in NOT_OURS):
             return Outcome(type(error).__name__, "", 0.0)

@@ -792,7 +792,7 @@ def _cross_entropy(
         rows += [] if weights is None else [weights.sum(-1)]
     total, chosen, *more = _sum(torch.stack(rows), vocabulary.axes, f"{form.vocabulary}")
     total = total.log()
-    ignored = labels == ignore_index
+    ignored = labels.eq(ignore_index)
     counted = (~ignored).to(x.dtype) if weights is None else more[0].masked_fill(ignored, 0.0)
     loss = total - chosen if weights is None else (total - chosen) * counted
     if smoothing:

@@ -122,8 +122,10 @@ def full(
     try:
         dtype = torch.full((), value, dtype=dtype, device="cpu").dtype
     except Exception as error:  # the many kinds in which torch says that a number doesn't fit its dtype
-        said = f"axes.full takes a number; found {shown(value)}, which is no value of {dtype or 'a tensor'}: {error}"
-        raise ShardingError(said) from None
+        of = "a tensor" if dtype is None else dtype
+        raise ShardingError(
+            f"axes.full takes a number; found {shown(value)}, which is no value of {of}: {error}"
+        ) from None
     return _made("axes.full", value, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
