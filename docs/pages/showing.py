@@ -48,7 +48,7 @@ PAGE = f"""# Pictures of meshes, shardings, plans and transfers
 `axes.show(x)` draws a mesh, a sharding, a plan, a transfer or a DTensor. This page needs no job and no device. Only
 the DTensor at the end needs torch.
 
-## A mesh: the place and the groups of each rank
+## A mesh: the coordinate and the groups of each rank
 
 ```python
 import axes
@@ -60,15 +60,16 @@ picture = axes.show(mesh, rank=5)
 
 {SHOWN}
 
-The ranks are a grid; the last axis runs across. The picture is seen from one rank, here 5, which stands in brackets.
-`axes.show(mesh.at(5))` draws the same. A rank that shares a group with rank 5 has the letter of the axis: `4t` and
-`[5]` are in one group of `tp`. The table has a row for each name of the mesh: the coordinate of the rank (`at`), its
-group, the number of nodes that the group spans, and the groups of all ranks. The SVG shows the same with colours for
-the letters:
+The picture shows the ranks as a grid, with the last axis from left to right. One rank, here 5, is in brackets;
+`axes.show(mesh.at(5))` draws the same picture. A rank that shares a group with rank 5 has the letter of the axis:
+`4t` and `[5]` are in one group of `tp`. The table has a row for each name of the mesh, with the coordinate of rank 5
+(`at`), its group, the number of nodes that the group spans, and the groups of all ranks. In the SVG each letter has a
+colour:
 
 <!-- svg show-mesh: sixteen ranks as a grid, and the groups of rank 5 -->
 
-A large mesh is folded around the rank. Which of 65,536 ranks does rank 40,000 communicate with along `tp`?
+The picture of a large mesh leaves out most rows far from the rank. Which of 65,536 ranks does rank 40,000 communicate
+with along `tp`?
 
 ```python
 job = axes.Mesh("pp=4 dp=2048 tp=8", "fsdp = dp tp", ranks_per_node=8)
@@ -77,8 +78,8 @@ picture = axes.show(job, rank=40_000)
 
 {SHOWN}
 
-`0..7` are eight ranks, and so are `0..56 step 8`. `..` alone marks rows or columns that are left out. Where a row of
-the grid spans several nodes, a `|` separates them.
+`0..7` and `0..56 step 8` are eight ranks each. `..` alone marks rows or columns that are left out. If a row of the
+grid spans several nodes, a `|` separates them.
 
 ## A sharding: which rank holds which block
 
@@ -90,9 +91,9 @@ picture = axes.show(sharding, (8, 10, 16), rank=5)
 {SHOWN}
 
 Each cell is a block of the tensor, with the ranks that hold it. `0 4` means that both ranks hold a copy. `sum(0 4)`
-means that each holds a summand, and the block is their sum. The last dim that is split runs across the page; the
-other split dims run down. Sizes may be uneven. In a fused projection, one factor of a grouped dim is split. Then the
-picture shows the factors of the dim:
+means that each of them holds a summand, and the block is their sum. Columns are the blocks of the last split dim,
+rows those of the other split dims. Blocks may have different sizes. If one factor of a dim is split, as in a fused
+projection, the picture shows the factors of the dim:
 
 ```python
 fused = axes.Mesh("dp=2 tp=2").sharding("(qkv=3 heads@tp dim) embed@dp", heads=4)
@@ -103,8 +104,8 @@ picture = axes.show(fused, (48, 8), rank=1)
 
 <!-- svg show-factor: a dim of three times four heads, of which a rank has two of each three -->
 
-Blocks on the same ranks have the same colour. A picture without a shape holds for every shape whose dims divide
-evenly.
+Blocks on the same ranks have the same colour. Without a shape, `axes.show(sharding)` draws the picture for all shapes
+whose dims divide evenly.
 
 ## A plan: the moves between ranks
 
@@ -116,15 +117,15 @@ picture = axes.show(plan)
 
 {SHOWN}
 
-The first rows are the plan as it prints itself. `in` and `out` are the bytes that the busiest rank receives and
-sends; the times are estimates of the [cost model](redistribution.md). Below, a table shows the moves in the group of
-one rank (`rank=`). On a mesh of up to eight ranks, the SVG begins with the moves of all ranks:
+The first rows are those of `print(plan)`. `in` and `out` are the bytes that the busiest rank receives and sends;
+the times are estimates of the [cost model](redistribution.md). The last table shows what the ranks in the group of
+one rank (`rank=`) send to each other. On a mesh of up to eight ranks, the SVG begins with the moves of all ranks:
 
 <!-- svg show-plan: an all-to-all among two groups of four ranks -->
 
 ## A transfer: who sends how much to whom
 
-A [transfer](transfer.md) moves many tensors to other ranks. The picture is made from the `Transfer` that runs:
+A [transfer](transfer.md) moves many tensors to other ranks. `axes.show` takes the `Transfer`:
 
 ```python
 trainer, server = axes.Mesh("fsdp=4"), axes.Mesh("dp=2 tp=2", ranks=range(4, 8))
@@ -140,10 +141,10 @@ picture = axes.show(move, rank=5)
 
 {SHOWN}
 
-The first rows are the transfer as it prints itself. `received` counts the elements that ranks need and don't have.
-Tensors with the same specs share a row (`layers.0.up and 39 more`), which has the specs before and after. The table
-of ranks is folded around one rank (`rank=`) and its partners. Below it are the buckets of this rank. The time is an
-estimate of the [cost model](redistribution.md); it adds up the buckets.
+The first rows are those of `print(move)`. `received` counts the elements that ranks need and don't have. Tensors
+with the same specs share a row (`layers.0.up and 39 more`), with the specs before and after. The table of ranks shows
+one rank (`rank=`) and its partners; the last table has the buckets of this rank. The time is the sum over the
+buckets, estimated by the [cost model](redistribution.md).
 
 <!-- svg show-transfer: how much each of four ranks sends to each of four others -->
 
@@ -158,7 +159,7 @@ picture = axes.show(large, rank=1500)
 
 {SHOWN}
 
-`axes.explain(move)` is this picture. `axes.explain(move).json()` is the same as [data](explain.md#the-data), with all
+`axes.explain(move)` prints the same. `axes.explain(move).json()` has it as [data](explain.md#the-data), with all
 buckets of the rank.
 
 ## Where a picture appears
@@ -170,14 +171,14 @@ buckets of the rank.
 | in a notebook | `axes.show(x)`, and also a mesh, a sharding, a plan or a transfer as the value of a cell |
 | in a file | `.text(width=120)`, `.svg()`, and `.html()`, a whole page |
 
-Text is ASCII. A pipe gets no colours, and neither does a terminal with `NO_COLOR`. SVG and HTML follow the reader's
-light or dark mode and fit a phone. They contain no script and load nothing.
+The text is ASCII. It has no colours in a pipe, or with `NO_COLOR` in the environment. SVG and HTML follow the
+reader's light or dark mode and fit a phone. They contain no script and load nothing.
 
 ## A DTensor: its sharding
 
-`print(x)` of a DTensor, and a notebook, show torch's own view: the local tensor, and placements by the number of a
-mesh axis. `axes.spec_of(x)` is the spec with names, `axes.sharding_of(x)` is a `Sharding`, which a notebook draws,
-and `axes.show(x)` is the picture. `dim 0` is a dim without a name.
+torch prints a DTensor as its local tensor and a list of placements without the names of axes. `axes.spec_of(x)`
+returns the spec with names, `axes.sharding_of(x)` a `Sharding`, which a notebook draws, and `axes.show(x)` the
+picture. In it `dim 0` is a dim without a name.
 
 ```python
 with axes.simulate(8, rank=5):
@@ -189,6 +190,6 @@ with axes.simulate(8, rank=5):
 
 {SHOWN}
 
-To draw every DTensor in a notebook, register the picture with IPython once; torch's class stays unchanged:
+To draw every DTensor in a notebook, register the picture with IPython once. torch's class stays unchanged:
 `get_ipython().display_formatter.formatters["text/html"].for_type(DTensor, lambda x: axes.show(x)._repr_html_())`.
 """
