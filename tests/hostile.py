@@ -492,6 +492,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Layout.offsets": Door(layout.offsets),
         "Layout.overlaps": Door(layout.overlaps, axes.Layout((2,), (1,))),
         "Layout.split": Door(layout.split, (2, 4)),
+        "Layout.within": Door(layout.within, axes.Layout((2, 4), (8, 1))),
         "Layout.contains itself": Door(layout.contains, layout),
         # shardings
         "Sharding.local_shape": Door(sharding.local_shape, (8, 12), rank=3),

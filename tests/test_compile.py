@@ -400,6 +400,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_mistake_in_a_graph_is_an_error_of_torch_with_the_text_of_ours(mistake, fullgraph):
     call, message = WRONG[mistake]
+    if mistake == "a size that isn't known" and not fullgraph and torch.__version__ >= "2.14":
+        pytest.skip("torch 2.14 runs it outside of the graph, where ranks tell each other their sizes")
 
     def caught(x: DTensor) -> DTensor:
         try:

@@ -226,8 +226,22 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda x, t, w: axes.cross_entropy(x, t, LOSS, z_loss=0.1),
         lambda z: loss_of(z, z_loss=0.1),
     ),
+    "sample": (
+        lambda x, t, w: axes.nn.sample(x, "b s v@tp", over="v", seed=3),
+        lambda z: axes.nn.sample(z.detach(), "b s v", over="v", seed=3),
+    ),
+    "embedding, padded": (
+        lambda x, t, w: axes.embedding(
+            t.clamp(min=0), axes.rearrange(x, "b s v@tp -> v@tp (b s)"), ROWS, padding_idx=200
+        ),
+        lambda z: F.embedding(chosen(z), z.flatten(0, 1).mT, 200),
+    ),
+    "rms_norm": (
+        lambda x, t, w: axes.rms_norm(x, "b s v@tp", "v", w, 1e-6),
+        lambda z: F.rms_norm(z, (VOCABULARY,), W, 1e-6),
+    ),
 }
-LOSS = "b s v@tp, b s -> "
+LOSS, ROWS = "b s v@tp, b s -> ", "b s, v@tp d -> b s d"
 
 
 def functions_over_a_vocabulary(compiled: bool) -> None:
@@ -237,7 +251,9 @@ def functions_over_a_vocabulary(compiled: bool) -> None:
         labels[0, 0] = -100
         for name, (ours, theirs) in FUNCTIONS.items():
             with case(name):
-                run = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+                # A sample draws its seed outside of a graph.
+                whole_graph = name != "sample"
+                run = torch.compile(ours, backend="aot_eager", fullgraph=whole_graph) if compiled else ours
                 x = axes.shard(whole, "b s v@tp").requires_grad_()
                 z = whole.clone().requires_grad_()
                 y = run(x, axes.shard(labels, "b s"), axes.shard(W, "v@tp"))

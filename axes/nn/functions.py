@@ -644,7 +644,7 @@ def _normed(
     tensors: Sequence[torch.Tensor | None],
     mesh: Mesh | None,
 ) -> torch.Tensor:
-    given = [x for x in tensors if x is not None]
+    given = [x for at, x in enumerate(tensors) if x is not None or at == 0]
     left = ", ".join([form.spec, *[form.parameter] * (len(given) - 1)])
     return _applied(what, local, f"{left} -> {form.spec}", given, mesh)
 
