@@ -175,5 +175,5 @@ ROWS: tuple[tuple[str, ...], ...] = (
 AFTERWARDS: tuple[tuple[str, ...], ...] = (
     ("axes.shard_module(torch.nn.ParameterDict({'scale': L(8)}).to('meta'), {'*': '...'})", "ShardingError", "no initializer makes  scale\nthe modules that hold them have no reset_parameters() that fills them, and the root no init_weights(); write one, or make the module on a device"),
     ("axes.shard_map(MLP().to('meta'), 'b@dp s e -> b@dp s e')(L(2, 3, 8))", "ShardingError", "has no values, it is on the device meta; axes.shard_module(module, ...) makes what was made there, each rank its shards\n  in  shard_map"),
-    ("axes.shard_map(MLP(), 'b@dp s e -> b@dp s e')(L(2, 3, 8))", "ShardingError", "what came would be this rank's summand of its gradient\nmake its parameters DTensors before: axes.shard_module(module, {'down.weight': 'i j', ...}, mesh=mesh)"),
+    ("axes.shard_map(MLP(), 'b@dp s e -> b@dp s e')(L(2, 3, 8))", "ShardingError", "its gradient would be this rank's term of the sum alone\nmake its parameters DTensors before: axes.shard_module(module, {'down.weight': 'i j', ...}, mesh=mesh)"),
 )

@@ -72,7 +72,7 @@ def test_each_parameter_group_and_collective_is_a_line_and_stays_so(net):
     assert net.text == WANTED
     done = called(CHECK)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout == "net.lock: net_to_lock.py:build is as it says\n"
+    assert done.stdout == "net.lock: net_to_lock.py:build is unchanged\n"
     found = json.loads(called(f"{MODEL} --json").stdout)
     assert {
         "schema": 2,
@@ -143,7 +143,7 @@ def test_ranks_that_have_other_parts_are_told_each(net):
 MISTAKES = {
     "explain --check none.lock": "none.lock: No such file or directory",
     "explain --check net_to_lock.py": "net_to_lock.py doesn't begin with the command that writes it, '# python -m axes",
-    "explain --check older.lock": "write it anew: python -m axes explain train.py:build --mesh MESH > older.lock",
+    "explain --check older.lock": "write it again: python -m axes explain train.py:build --mesh MESH > older.lock",
     "explain --check itself.lock": "itself.lock doesn't begin with the command that writes it",
     "explain --check .": "Is a directory",
     "explain --check net.lock --rank 1": "--check FILE takes the model, the mesh and the ranks from FILE",

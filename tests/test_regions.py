@@ -383,7 +383,7 @@ def closures() -> None:
             return x @ weight
 
         text = error_of(lambda: shard_map(closes, "n@tp d -> n@tp e")(x))
-        assert f"{said}[3, 3] torch.float64; what came would be this rank's summand of its gradient" in text
+        assert f"{said}[3, 3] torch.float64; its gradient would be this rank's term of the sum alone" in text
         assert "with its spec on the left, as axes.from_local(x, spec, grad='summed') or axes.shard(x, spec)" in text
         assert text.endswith("\n  in  shard_map 'n@tp d -> n@tp e'")
         for body, name in (

@@ -252,7 +252,7 @@ class Squares(nn.Module):
 
 SPLIT, SAME = "b@fs s@cp d -> b@fs s@cp d", "b@fs s d | same@cp -> b@fs s d | same@cp"
 NOBODY = (
-    "each rank of cp has a summand of the gradient of 'layer.weight', and nobody adds them up: it {}\nput it on a mesh"
+    "each rank of cp has a term of the gradient of 'layer.weight', and nothing adds them up: it {}\nput it on a mesh"
 )
 SUMMED: dict[tuple[str, str, str], str] = {
     # the axes that a parameter lies on, those that FSDP2 reduces over, a region; what is said of it
@@ -282,7 +282,7 @@ def summed() -> None:
             summed_by_fsdp(model)
         if not lies and not reduced:
             # The graph doesn't show what a reentrant checkpoint uses: its second run finds it.
-            says = "each rank of fs cp has a summand" if reentrant else "isn't an argument: layer.weight"
+            says = "each rank of fs cp has a term" if reentrant else "isn't an argument: layer.weight"
         x = axes.shard(x, region.split(" ->")[0].replace(" | same@cp", ""), mesh=mesh).requires_grad_()
         with case(f"on {lies!r}, reduced over {reduced!r}, {region}, reentrant={reentrant}"):
             told = ""

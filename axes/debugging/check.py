@@ -23,8 +23,8 @@ from axes.runtime.watching import at_user_place, whole_text
 _SHOWN = 16
 """Lines of an error that there could be one of for each two ranks."""
 _ADVICE = (
-    "All ranks of a mesh call the same operations on the same tensors, in the same order; a branch that depends on the "
-    "rank or on its data, or a loop of another length, may be why they don't"
+    "All ranks of a mesh call the same operations on the same tensors, in the same order. Look for a branch that "
+    "depends on the rank or on its data, and for loops of different lengths"
 )
 
 

@@ -67,7 +67,7 @@ def reshard(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Any:
-    """Bring a tensor to another sharding, in at most two collectives.
+    """Bring a tensor to another sharding, in at most two collectives unless reductions of several kinds are pending.
 
     `axes.plan` shows the collectives. To say only what changes, write an arrow: `axes.rearrange(x, "b s@tp d -> b s
     d@tp")`. Like JAX's `jax.device_put` and `with_sharding_constraint`.

@@ -235,7 +235,7 @@ def _of_check(given: argparse.Namespace) -> Explanation:
     """
     count, found = mistakes_in(given.sources)
     lines = ["{file}:{line}:{column}: {message}".format(**each) for each in found]
-    wrong = f"mistakes: {len(found)}" if found else ""
+    wrong = f"mistakes found: {len(found)}" if found else ""
     return as_written("\n".join(lines) or "no mistake", {"files": count, "mistakes": found}, wrong)
 
 

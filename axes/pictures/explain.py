@@ -98,7 +98,7 @@ def explain(
           result   [8, 64, 32]  at most 64.0 KiB on a rank
         communication
           all_gather  tp  48.0 KiB  20 us  result
-        backward, of DTensors: the result's gradient lies as the result
+        backward, of DTensors: the result's gradient is sharded as the result
           nothing is sent
         backward, of plain shards: the sum of all ranks' losses
           reduce_scatter  tp  48.0 KiB  20 us  gradient
@@ -238,7 +238,7 @@ def _moves_of(subject: Recipe, dtype: str, of: str = "") -> Sent:
 
 
 def _gradients(subject: Recipe, dtype: str) -> Sent | None:
-    """What the gradients of DTensors send, for a cotangent that lies as the result, and brought to their leaves.
+    """What the gradients of DTensors send, for a cotangent sharded as the result, and brought to their leaves.
 
     What the result has pending has a replicated cotangent. None where the gradient is no recipe: those of a maximum, a
     product or a function are computed on shards.
@@ -323,7 +323,7 @@ def _explained(subject: Recipe, alone: bool, dtype: str) -> Explanation:
 
 _TITLES = {
     "communication": "communication",
-    "backward": "backward, of DTensors: the result's gradient lies as the result",
+    "backward": "backward, of DTensors: the result's gradient is sharded as the result",
     "backward_of_shards": "backward, of plain shards: the sum of all ranks' losses",
 }
 

@@ -73,7 +73,7 @@ def command_of_file(text: str, file: str) -> list[str]:
     first, _, _ = text.partition("\n")
     if not first.startswith(_BEGINS) or "--check" in first:
         raise AxesError(
-            f"{file} doesn't begin with the command that writes it, '{_BEGINS}...'; write it anew: "
+            f"{file} doesn't begin with the command that writes it, '{_BEGINS}...'; write it again: "
             f"python -m axes explain train.py:build --mesh MESH > {file}"
         )
     return shlex.split(first.removeprefix(_BEGINS))
@@ -85,9 +85,9 @@ def compared(file: str, kept: str, found: Explanation) -> Explanation:
     changes, facts = [*difflib.unified_diff(before, now, file, "now", n=0, lineterm="")], found.json()
     model, facts = facts["model"], {**facts, "file": file, "same": not changes, "changes": changes}
     if not changes:
-        return as_written(f"{file}: {model} is as it says", facts)
+        return as_written(f"{file}: {model} is unchanged", facts)
     wrong = (
-        f"{file} isn't what {model} does now; if that is meant, write it anew and commit it: "
+        f"{file} isn't what {model} does now; if that is meant, write it again and commit it: "
         f"{before[0].removeprefix('# ')} > {file}"
     )
     return as_written("\n".join(changes), facts, wrong)

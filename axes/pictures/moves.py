@@ -19,7 +19,8 @@ Nothing is drawn that a plan doesn't say: `trace` follows the parts of tiles fro
 >>> after.arrows
 ((1, 0), (0, 1))
 
-A plan's sheet is what it says of itself, how the tensor lies after each step, and who sends how much to whom:
+A plan's sheet is what it says of itself, how the tensor is sharded after each step, and the bytes that each rank
+sends to each:
 
 >>> from axes.pictures.in_text import lines_of, plain
 >>> made = plan(mesh.sharding("s@tp d"), mesh.sharding("s d@tp"), (1024, 512))
@@ -28,13 +29,13 @@ s@tp d -> s d@tp     [1024, 512] float32
 1  all_to_all  tp  2 ranks, stride 1  512.0 KiB in, 512.0 KiB out
 about 23 us; peak memory 3.0 MiB
 <BLANKLINE>
-         lies as  rank 0 holds
+         sharded  rank 0 holds
 before   s@tp d   512 x 512
 after 1  s d@tp   1024 x 256
 <BLANKLINE>
 1  all_to_all in 1 group of 2: 0 1
 <BLANKLINE>
-   what goes from whom to whom:
+   bytes that each rank sends to each:
 from  to        [0]          1
 [0]          [stays] 512.0 KiB
 1         512.0 KiB      stays
@@ -185,7 +186,7 @@ def sheet_of_plan(made: Plan, room: Room) -> Sheet:
         f"What moves in the plan {title}: {'; '.join(lines)}.",
         Remark(tuple(line.strip() for line in lines), close=True),
         _moves(made.source.mesh, lambda: _rows(made, dim_names(made.source))) if small else None,
-        Listing(("", "lies as", f"rank {made.rank} holds"), tuple(rows)),
+        Listing(("", "sharded", f"rank {made.rank} holds"), tuple(rows)),
         *(
             panel
             for at, step in enumerate(made.steps, 1)
@@ -220,9 +221,9 @@ def _step(made: Plan, number: int, step: Step, room: Room) -> Iterator[Panel]:
     senders, receivers = (
         [rank for rank in ranks if end.universe.position(rank) is not None] for end in (step.source, step.target)
     )
-    what = "summands that go" if "reduce" in step.kind else "what goes"
+    what = "bytes of terms" if "reduce" in step.kind else "bytes"
     tone = step.source.universe.position
-    yield exchange_board(senders, receivers, made.rank, [], count, tone, room, f"{what} from whom to whom")
+    yield exchange_board(senders, receivers, made.rank, [], count, tone, room, f"{what} that each rank sends to each")
 
 
 def _groups(step: Step, width: int) -> str:

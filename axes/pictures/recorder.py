@@ -424,7 +424,7 @@ def entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors:
 def _backward(returned: Any) -> None:
     """The backward pass from all tensors that were returned and have one, each with a gradient of ones.
 
-    That lies as its tensor, and where the tensor is pending it is replicated.
+    The gradient is sharded as its tensor, and replicated where the tensor is pending.
     """
     found: list[torch.Tensor] = []
     torch_private.mapped(

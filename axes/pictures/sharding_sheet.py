@@ -62,7 +62,7 @@ def sheet_of_sharding(
     title += f" {dtype}" if dtype is not None else ""
     where, listing, remarks = _where(blocks, dtype), _dims(blocks), tuple(_remarks(blocks))
     board = _board(blocks, room, room.height - 5 - len(listing.rows) - len(remarks))
-    summary = f"The blocks of a tensor that lies as {title}, and the ranks that hold each. {where}."
+    summary = f"The blocks of a tensor sharded as {title}, and the ranks that hold each. {where}."
     table, rest = listing if listing.rows else None, Remark(remarks, close=bool(listing.rows)) if remarks else None
     return sheet_of(title, summary, Remark((where,), close=True), board, table, rest)
 

@@ -1,4 +1,5 @@
-"""A transfer as a sheet, and as data: which tensors go where, who sends how much to whom, what one rank does.
+"""A transfer as a sheet, and as data: which tensors go where, the bytes that each rank sends to each, and what one
+rank does.
 
 All of it is read off the `Transfer` that runs: its tensors and buckets, and what its views from ranks send and receive.
 
@@ -20,11 +21,11 @@ about 22 us for rank 0
 from  fsdp=2  0 1          1
 to    tp=2    2 3          1
 <BLANKLINE>
-tensors    bytes  shape       dtype     lies as
+tensors    bytes  shape       dtype     sharded
 w        1.0 MiB  1024 x 512  -         f@fsdp d
   -> w            1024 x 512  bfloat16  f d@tp
 <BLANKLINE>
-   who sends how much to whom:
+   bytes that each rank sends to each:
 from  to          2          3
 [0]       256.0 KiB  256.0 KiB
 1         256.0 KiB  256.0 KiB
@@ -60,7 +61,7 @@ def sheet_of_transfer(move: Transfer, room: Room) -> Sheet:
     own = f"Rank {move.rank} exchanges with {short_ranks(move.partners, 60) or 'nobody'}"
     return sheet_of(
         move.heading,
-        f"Who sends how much to whom in a transfer of {move.heading}. {own}.",
+        f"The bytes that each rank sends to each in a transfer of {move.heading}. {own}.",
         Remark(tuple(lines), close=True),
         _meshes(move) if move.tensors else None,
         _tensors(move) if move.tensors else None,
@@ -139,7 +140,7 @@ def _tensors(move: Transfer) -> Listing:
             shape = " x ".join(map(str, facts[f"{side}_shape"])) or "one number"
             rows.append((before + name, size, shape, facts[dtype] or "-", facts[side] or "whole"))
             before, size = "  -> ", ""
-    return Listing(("tensors", "bytes", "shape", "dtype", "lies as"), tuple(rows), right=(1,))
+    return Listing(("tensors", "bytes", "shape", "dtype", "sharded"), tuple(rows), right=(1,))
 
 
 def _meshes(move: Transfer) -> Listing:
@@ -174,7 +175,7 @@ def _between(move: Transfer, room: Room) -> Board:
         return sum(part.size for step in view(receiver).steps for part in step.receives.get(sender, ()))
 
     senders, receivers, partners = move.sources, move.targets, move.partners
-    caption = "who sends how much to whom"
+    caption = "bytes that each rank sends to each"
     return exchange_board(senders, receivers, move.rank, partners, count, senders.index, room, caption)
 
 

@@ -352,7 +352,7 @@ def _closed_over(leaf: torch.Tensor | None, module: torch.nn.Module | None) -> S
         )
     return ShardingError(
         f"the {'module' if module else 'function'} uses a tensor that needs a gradient and isn't an argument: {which}; "
-        f"what came would be this rank's summand of its gradient\n{advice}"
+        f"its gradient would be this rank's term of the sum alone\n{advice}"
     )
 
 

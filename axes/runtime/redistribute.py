@@ -361,7 +361,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 def into_summand(middle: Sharding, source: Sharding, shape: Shape, share: int) -> Run | None:
     """What makes of this rank's tile of a gradient its summand of the gradient of a tensor; None where it is that.
 
-    The tile lies as `middle` says, the tensor as `source`: what the rank has of the tensor beside is zero. And `share`
+    The tile is sharded as `middle`, the tensor as `source`: what the rank has of the tensor beside is zero. And `share`
     ranks have the whole of a gradient, of which each takes an equal part. It is of the sizes of this call, and in a
     graph good for all that both shardings divide as they divide these.
     """

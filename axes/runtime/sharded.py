@@ -154,7 +154,9 @@ _sharded_outside = torch.compiler.disable(
 
 def _check_whole(sharding: Sharding) -> None:
     if sharding.pending:
-        raise ShardingError(f"a whole tensor has nothing pending; found '{sharding}'. Use axes.from_local for summands")
+        raise ShardingError(
+            f"a whole tensor has nothing pending; found '{sharding}'. Use axes.from_local for the terms of a sum"
+        )
 
 
 def from_local(
