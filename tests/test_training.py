@@ -195,7 +195,7 @@ PRODUCTS = {
     "einsum": lambda x, w, b: axes.einsum(x, w, f"{b} d, f d -> {b} f"),
     "region": lambda x, w, b: axes.shard_map(F.linear, f"{b} d, f d -> {b} f")(x, w),
     "reshard": lambda x, w, b: F.linear(x, axes.reshard(w, "f d")),
-    "to_local": lambda x, w, b: axes.from_local(axes.to_local(x) @ axes.to_local(w, grad="summed").T, f"{b} f", grad="summed"),
+    "to_local": lambda x, w, b: axes.from_local(axes.to_local(x) @ axes.to_local(w, grad="summed").T, f"{b} f", grad="summed", b=8),
 }
 # fmt: on
 
