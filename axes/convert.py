@@ -198,7 +198,8 @@ def from_tp_plan(plan: Mapping[str, str], shapes: Mapping[str, Sequence[int]], a
         A spec for each parameter, by patterns that have a `*` for each number.
 
     Raises:
-        ShardingError: A style isn't one of tensor parallelism, or parameters of one pattern need two specs.
+        ShardingError: A style isn't one of tensor parallelism, no name of the plan is one of a parameter, or
+            parameters of one pattern need two specs.
 
     Examples:
         >>> plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -217,6 +218,11 @@ def from_tp_plan(plan: Mapping[str, str], shapes: Mapping[str, Sequence[int]], a
                 f"parameters called '{pattern}' have other numbers of dims, and need two specs: '{found[pattern]}' and "
                 f"'{spec}'; convert the plan for one of them at a time"
             )
+    if plan and found and not plan.keys() & {*found, *(pattern.rpartition(".")[0] for pattern in found)}:
+        raise ShardingError(
+            f"no name of the plan is one of the parameters, as {shown(next(iter(plan)))} beside "
+            f"{shown(next(iter(found)))}; give both the same prefix"
+        )
     # Of patterns that match a name the first applies, and a `*` may match dots: longer ones go first.
     return dict(sorted(found.items(), key=lambda each: -len(each[0])))
 

@@ -151,6 +151,7 @@ REFUSED = [
     ("to_partition_spec('b d | sum@tp')", "in JAX write P(..., unreduced={'tp'})"),
     ("from_logical_rules(3)", "rules are a mapping from logical names to axes, or pairs"),
     ("to_logical_rules({'b': 'dp'})", "to_logical_rules takes axes.Rules; found dict"),
+    ("from_tp_plan({'l.*.up': 'colwise'}, {'model.l.0.up.weight': (8, 4)})", "'l.*.up' beside 'model.l.*.up.weight'; give"),
     ("from_tp_plan({'m': 'colwis'}, {'m.weight': (4, 4)})", "did you mean 'colwise'?"),
     ("from_tp_plan({'m': 'ep_dispatch_experts'}, {'m.weight': (4, 4)})", "write the spec: 'e@ep f d'"),
     ("from_tp_plan({'l.*': 'colwise'}, {'l.0.w': (4, 4), 'l.1.w': (4,)})", "need two specs: '_@tp _' and '_@tp'"),

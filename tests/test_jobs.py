@@ -248,6 +248,9 @@ def test_two_jobs_of_one_rank_need_no_torch_distributed_and_nothing_is_left_in_t
     assert not [key for key in left if "axes/link" in key], left
     with pytest.raises(axes.MeshError, match=r"call axes\.init_mesh"):
         axes.connect(dist.HashStore(), "trainer", axes.Mesh("dp=2"))
+    with axes.init_mesh("a=1", device_type="cpu"), pytest.raises(axes.MeshError, match=r"rank 1, and the job has 1"):
+        axes.connect(dist.HashStore(), "trainer", axes.Mesh("x=2"))
+    axes.destroy_process_groups()
     with axes.simulate(2), pytest.raises(axes.MeshError, match=r"needs a real job, started by axes\.init_mesh"):
         axes.connect(dist.HashStore(), "trainer", axes.init_mesh("dp=2", device_type="cpu"))
 

@@ -208,6 +208,8 @@ class JobLink(contextlib.AbstractContextManager["JobLink"]):
             raise MeshError(
                 f"{mesh!r} has {len(self.ranks)} ranks, and torch.distributed isn't running; call axes.init_mesh"
             )
+        if running and max(self.ranks) >= dist.get_world_size():
+            raise MeshError(f"{mesh!r} has rank {max(self.ranks)}, and the job has {dist.get_world_size()} ranks")
         if running and current_world().fake:
             raise MeshError(
                 "axes.connect needs a real job, started by axes.init_mesh; found the world of axes.simulate"

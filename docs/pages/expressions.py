@@ -292,8 +292,9 @@ with axes.simulate(4):
 Therefore the same expression works with and without data parallelism. (A DTensor has no names for its dims: `spec_of`
 writes `_` for each dim.)
 
-**2. The left side is an assertion.** It must match the sharding of the tensor, and never causes communication. (A
-plain tensor doesn't know its sharding. For plain tensors the left side declares the sharding.)
+**2. The left side is an assertion.** It must match the sharding of the tensor, and causes no communication but
+one: an axis at a name that is summed asks for the sum (rule 4). (A plain tensor doesn't know its sharding. For plain
+tensors the left side declares the sharding.)
 
 ```python
 with axes.simulate(4):
@@ -370,7 +371,7 @@ with axes.simulate(4):
 ## Several tensors in one dim
 
 Several tensors are often stored in one dim, such as the gate and up projections of an MLP. If they have the same
-size, `rearrange` can give them a dim of their own. Assignment or `unbind` then separates them:
+size, `rearrange` can add a dim that counts the tensors. Assignment or `unbind` then separates them:
 
 ```python
 with axes.simulate(4):

@@ -371,8 +371,8 @@ ROWS = (
     Row(
         "R -> S",
         "A slice needs no communication, forward or backward. In the local view each rank pads its part of the "
-        "gradient with zeros, and the result is pending. In the global view the gradient stays split; the "
-        "all-gather below brings it to the sharding of the leaf.",
+        "gradient with zeros, and the result is pending. In the global view the gradient of the slice "
+        "stays split. If the tensor is a leaf, an all-gather then brings the gradient to the sharding of the leaf.",
         both("b s d -> b s@tp d", S, R),
     ),
     Row(
@@ -406,8 +406,8 @@ ROWS = (
     ),
     Row(
         "S -> I; I -> S",
-        "With `same`, no gradient has to be summed. The gradient of a gather is a slice, and the gradient of a "
-        "slice is a gather.",
+        "Between split and `same`, no gradient has to be summed. The gradient of a gather is a slice, and the "
+        "gradient of a slice is a gather.",
         (
             Expression("local", "b s@tp d -> b s d | same@tp", after="b s d | same@tp -> b s d"),
             Expression("local", "b s d | same@tp -> b s@tp d", before="b s d -> b s d | same@tp"),
@@ -420,13 +420,13 @@ ROWS = (
     ),
     Row(
         "max -> R",
-        "As in `torch.amax`, the gradient is divided equally among the elements that are equal to the maximum. An "
-        "all-reduce in the backward pass counts these elements over all ranks.",
+        "As in `torch.amax`, the gradient is divided equally among the elements that are equal to the maximum. One "
+        "all-reduce of the backward pass adds up the gradient, the other counts these elements over all ranks.",
         both("b s@tp d -> b d", "b d", "b d | sum@tp", "b d@tp", kind="reduce", op="max"),
     ),
     Row(
         "einsum operand: R; S; P",
-        "An axis may split only the other operand. Then the gradient of this operand is pending over the axis. If "
+        "If an axis splits the other operand and not this one, the gradient of this operand is pending over it. If "
         "the axis splits this operand, its gradient is split too. If this operand is pending over the axis, its "
         "gradient is replicated.",
         both("b s d, d f@tp -> b s f@tp", "b s f@tp", "b s f", kind="einsum")
@@ -627,11 +627,11 @@ A gradient can be differentiated again. With `create_graph=True`, second and hig
 one device, also if a tensor changes from one view to the other.
 
 The rest of this page is one table for each kind of operation. Four ranks ran every row forward and backward, with the
-gradient in the given sharding. Each row has the collectives that ran, the sharding of the leaf's gradient, and the
-largest difference of any value or gradient from one device ("off by").
+gradient in the given sharding. Each row has the collectives that ran, the sharding of the gradient when it reaches
+the leaf ("gradient comes as"), and the largest difference of any value or gradient from one device ("off by").
 
 - In the global view the backward collectives include the one that brings the gradient to the sharding of the leaf.
-- In the local view the test takes tensors out of DTensors by `axes.to_local` and puts them back by `axes.from_local`,
-  both with `grad="summed"`.
+- The rows of the local view were measured on DTensors: `axes.to_local` took the shards out, and `axes.from_local` put
+  them back, both with `grad="summed"` (explained at the end of this page).
 - A permutation is shown as an all-to-all. The ranks communicate by gloo, so a planned reduce-scatter is an all-to-all
   and a local sum."""

@@ -141,10 +141,10 @@ picture = axes.show(move, rank=5)
 
 {SHOWN}
 
-The first rows are those of `print(move)`. `received` counts the elements that ranks need and don't have. Tensors
-with the same specs share a row (`layers.0.up and 39 more`), with the specs before and after. The table of ranks shows
-one rank (`rank=`) and its partners; the last table has the buckets of this rank. The time is the sum over the
-buckets, estimated by the [cost model](redistribution.md).
+The first rows are those of `print(move)`. `received` counts the elements that ranks need and don't have. Tensors with
+the same specs share a row, such as `layers.0.up and 39 more` in the next picture. A row has the spec before the move,
+and the row below it (`->`) the spec after it. The last table has the buckets of one rank (`rank=`). The time is the
+sum over the buckets, estimated by the [cost model](redistribution.md).
 
 <!-- svg show-transfer: how much each of four ranks sends to each of four others -->
 
@@ -177,8 +177,8 @@ reader's light or dark mode and fit a phone. They contain no script and load not
 ## A DTensor: its sharding
 
 torch prints a DTensor as its local tensor and a list of placements without the names of axes. `axes.spec_of(x)`
-returns the spec with names, `axes.sharding_of(x)` a `Sharding`, which a notebook draws, and `axes.show(x)` the
-picture. In it `dim 0` is a dim without a name.
+returns the spec with the names of the axes. `axes.sharding_of(x)` returns a `Sharding`, which a notebook draws.
+`axes.show(x)` draws the picture. There the dims are `dim 0` and `dim 1`, because a DTensor has no names for its dims.
 
 ```python
 with axes.simulate(8, rank=5):
@@ -190,6 +190,6 @@ with axes.simulate(8, rank=5):
 
 {SHOWN}
 
-To draw every DTensor in a notebook, register the picture with IPython once. torch's class stays unchanged:
+To draw every DTensor in a notebook, register the picture with IPython once, which doesn't change torch's class:
 `get_ipython().display_formatter.formatters["text/html"].for_type(DTensor, lambda x: axes.show(x)._repr_html_())`.
 """
