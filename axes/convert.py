@@ -211,7 +211,7 @@ def from_tp_plan(plan: Mapping[str, str], shapes: Mapping[str, Sequence[int]], a
     _check_mapping("shapes are a mapping from names of parameters to shapes", shapes)
     found = dict[str, str]()
     for name, shape in shapes.items():
-        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        pattern = re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
         spec = _spec_of(pattern, plan, len(checked_tensor_shape(shape)), axis)
         if found.setdefault(pattern, spec) != spec:
             raise ShardingError(

@@ -91,6 +91,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ('axes.rearrange(L(4, 4), "b@tp s@tp -> b s")', "ShardingError", "axis 'tp' is used twice: in b@tp and in s@tp; each axis splits one place or is pending\n  b@tp s@tp -> b s\n         ^^"),
     ('axes.rearrange(D("b s@tp d", 8, 16, 32), "b s@tp d | sum@tp -> b s d")', "ShardingError", "axis 'tp' is used twice: in s@tp and in sum@tp; each axis splits one place or is pending\n  b s@tp d | sum@tp -> b s d\n                 ^^"),
     ('axes.rearrange(D("b s@(cp tp) d", 8, 16, 32), "b s@tp d -> b s d")', "ShardingError", "the tensor isn't sharded as the left side says", "write 'b s@(cp tp) d' on the left, or axes.reshard it before"),
+    ('axes.rearrange(D("b s@(cp tp) d", 8, 16, 32), "b s@(tp *) d -> b s d")', "ShardingError", "the tensor isn't sharded as the left side says\n  says  b s@(tp *) d\n  has   b s@(cp tp) d\n"),
     ('axes.rearrange(D("b s d", 8, 16, 32), "b s@tp d -> b s d")', "ShardingError", "the tensor isn't sharded as the left side says\n  says  b s@tp d\n  has   b s d\nin  b s@tp d -> b s d\nwrite 'b s d' on the left, or axes.reshard it before"),
     ('axes.rearrange(D("b s@tp d", 8, 16, 32), "b s d -> b s@(cp tp) d")', "ShardingError", "the tensor isn't sharded as the left side says", "write 'b s@tp d' on the left, or axes.reshard it before"),
     ('axes.rearrange(D("b s d | sum@tp", 8, 16, 32), "b s d -> b s@tp d")', "ShardingError", "the tensor isn't sharded as the left side says", "write 'b s d | sum@tp' on the left, or axes.reshard it before"),

@@ -255,7 +255,7 @@ class Layout(tuple[Digit, ...]):
             >>> Layout((2, 2), (8, 2)).within(Layout((2, 4), (8, 1)))
             4:2
         """
-        whole.divide(self)  # refuses digits that `whole` lacks
+        checked_layout(whole).divide(self)  # refuses digits that `whole` lacks
         return Layout._joined([(size, whole.coordinate(stride)) for size, stride in digits(self, whole)[0]])
 
     def overlaps(self, other: Layout) -> bool:

@@ -278,7 +278,7 @@ def _check_summed(module: torch.nn.Module, x: torch.Tensor, region: ModuleFuncti
         lies = "is a plain tensor" if own is None else f"lies on {_axes_of(own)}"
         reduced = f", and fully_shard adds up over {_axes_of(by_fsdp.mesh)}" if by_fsdp else ""
         raise ShardingError(
-            f"each rank of {' '.join(missing)} has a term of the gradient of '{_path(module, x)}', and nobody adds "
+            f"each rank of {' '.join(missing)} has a term of the gradient of '{_path(module, x)}', and nothing adds "
             f"them up: it {lies}{reduced}\nput it on a mesh that has these axes, axes.shard_module(module, specs, "
             "mesh=...), or have fully_shard reduce over them as well"
         )

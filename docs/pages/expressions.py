@@ -315,7 +315,8 @@ with axes.simulate(4):
 ```
 
 **4. No hidden pending reduction.** After a sum over a split dim each rank has one term of the result. The expression
-must say whether the result stays pending or the sum is carried out. This one says neither:
+must say whether the result stays pending or the sum is carried out. (A reduction that is pending already, over an axis
+that the expression doesn't name, stays pending.) This one says neither:
 
 ```python
 with axes.simulate(4):
@@ -343,8 +344,9 @@ with axes.simulate(4):
 ## Stars, and specs without an arrow
 
 A `*` stands for all axes that split the dim in the tensor. Left of the arrow, `f@*` means that the sum over `f` is
-carried out, whatever axes split `f`. Right of the arrow, `s@(* tp)` splits `s` over its axes and then over `tp`. So
-the code of a model needn't know the axes of the mesh:
+carried out, whatever axes split `f`. Right of the arrow, `s@(* tp)` splits `s` over its axes and then over `tp`. A
+name that has a `*` at one place keeps its axes where it has no `@`. So the code of a model needn't know the axes of
+the mesh:
 
 ```python
 with axes.simulate(4):

@@ -415,7 +415,8 @@ ROWS = (
     ),
     Row(
         "mean -> R",
-        "The collectives are those of P -> R. The value and the gradient are divided by the number of ranks.",
+        "The collectives are those of P -> R. The value is divided by the number of ranks; in the local view so is the "
+        "gradient.",
         both("b s d | mean@tp -> b s d", R, P, S),
     ),
     Row(

@@ -342,8 +342,8 @@ class Operands:
         at, star = axes.index("*"), has.layouts
         front, back = self.mesh.splits(axes[:at]), self.mesh.splits(axes[at + 1 :])
         if front or back:
-            mine = self.digits.of(star)
-            rest = mine[len(self.digits.of(front)) : len(mine) - len(self.digits.of(back))]
+            named = self.digits.of((*front, *back))
+            rest = [digit for digit in self.digits.of(star) if digit not in named]
             star = self.mesh.parts(Layout._joined(rest))
         beside, _ = self.stars.setdefault(atom, ((front, back), star))
         if beside != (front, back):
