@@ -161,15 +161,13 @@ def _named(what: str, module: torch.nn.Module, names: Names | None) -> Iterator[
     """Each parameter and persistent buffer: its names in the module, and in the files; without those that stay out."""
     if not isinstance(module, torch.nn.Module):
         raise ShardingError(f"axes.nn.{what}_safetensors takes a module; found {type(module).__name__}")
-    # A state dict, since FSDP2 then puts sharded parameters back; of the module that torch.compile has wrapped.
-    state = getattr(module, "_orig_mod", module).state_dict(keep_vars=True)
-    known = names.keys() <= state.keys() if isinstance(names, Mapping) else names is None or callable(names)
-    if not known:
+    if not (names is None or isinstance(names, Mapping) or callable(names)):
         raise ShardingError(
-            f"names is a mapping from names of the module, like {{'weight': 'w'}}, or a function of a name; found "
-            f"{shown(names)}"
+            f"names is a mapping, like {{'weight': 'w'}}, or a function of a name; found {shown(names)}"
         )
     rename: Any = (lambda name: names.get(name, name)) if isinstance(names, Mapping) else names or str
+    # A state dict, since FSDP2 then puts sharded parameters back; of the module that torch.compile has wrapped.
+    state = getattr(module, "_orig_mod", module).state_dict(keep_vars=True)
     for own, x in by_tensor((name, x) for name, x in state.items() if isinstance(x, torch.Tensor)):
         called = [each for each in map(rename, own) if each is not None]
         if called and (x.is_meta or any(placement.is_partial() for placement in getattr(x, "placements", ()))):
