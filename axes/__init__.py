@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from axes.runtime.world import init_mesh
     from axes.transfers.jobs import connect
     from axes.transfers.layout_rules import LayoutRules
-    from axes.transfers.transfers import transfer
+    from axes.transfers.transfers import Transfer, transfer
 
 __all__ = [
     "AxesError",
@@ -90,6 +90,7 @@ __all__ = [
     "Sharding",
     "ShardingError",
     "SizeError",
+    "Transfer",
     "all_gather",
     "all_to_all",
     "annotate",
@@ -198,7 +199,7 @@ _HOME = {
     "axes.pictures.show": ("show",),
     "axes.transfers.jobs": ("connect",),
     "axes.transfers.layout_rules": ("LayoutRules",),
-    "axes.transfers.transfers": ("transfer",),
+    "axes.transfers.transfers": ("Transfer", "transfer"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _FOLDERS = {"convert": "axes.convert", "nn": "axes.nn"}
@@ -210,10 +211,6 @@ _providers.provide(
     transfers="axes.transfers.execution",
     debugging="axes.debugging.debug",
 )
-
-if {"AXES_CHECK", "AXES_TRACE"} & os.environ.keys():  # which count without `axes.init_mesh`, too
-    importlib.import_module("axes.debugging.debug")
-
 
 if not TYPE_CHECKING:  # type checkers know the names above, and a name that isn't there is an error to them
 
@@ -230,3 +227,7 @@ if not TYPE_CHECKING:  # type checkers know the names above, and a name that isn
 def __dir__() -> list[str]:
     """The public names alone: submodules that happen to be imported aren't among them."""
     return list(__all__)
+
+
+if {"AXES_CHECK", "AXES_TRACE"} & os.environ.keys():  # which count without `axes.init_mesh`, too
+    importlib.import_module("axes.debugging.debug")

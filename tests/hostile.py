@@ -316,8 +316,8 @@ def described(value: Any) -> str:
 # Of a result with more numbers a part is compared.
 SHOWN = 100_000
 
-# What differs from one call to the next: where an object lies, and what a nested tensor calls its dims.
-ADDRESS = re.compile(r"0x[0-9a-f]+|\bj\d+\b")
+# What differs from one call to the next: where an object lies, and the text of a nested tensor, which numbers its dims.
+ADDRESS = re.compile(r"0x[0-9a-f]+|(?<=NestedTensor\(size=).*")
 
 
 def summary(value: Any, values: bool = True, depth: int = 0) -> Any:

@@ -158,6 +158,7 @@ REFUSED = [
     ("from_tp_plan({'m': 'colwise'}, {'m.weight': (4, 4)}, 't p')", "axis is the name of a mesh axis, like 'tp'"),
     ("from_tp_plan('colwise', {})", "a tp_plan is a mapping from names to styles"),
     ("to_tp_plan({'*.up.weight': 'f@tp d'})", "names modules in full, with a '*' for each number"),
+    ("to_tp_plan({'up.weight': 'f@tp d'}, embeddings=range(10**15))", "embeddings are names of modules, like ['model.embed_tokens']; found range(0, 1000000000000000)"),
     ("to_tp_plan({'up.weight': 'f@dp d'})", "no style of transformers splits 'up.weight' as 'f@dp d'"),
     ("to_tp_plan({'up.weight': 'f@tp d', 'up.bias': 'f'})", "'colwise' splits the bias as well"),
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import axes
+import axes.extension
 from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,9 +76,13 @@ def imports(node: ast.AST, typing: bool = True) -> Iterator[str]:
             yield from imports(child, typing)
 
 
+HOMES = {f"axes.{name}": f"{module}.{name}" for module, names in axes._HOME.items() for name in names}
+"""Public names, and where they are defined."""
+
+
 def layer(dotted: str) -> int | None:
     """The height of `axes.<layer>...`; the package itself is above all of its layers."""
-    parts = dotted.split(".")
+    parts = HOMES.get(dotted, dotted).split(".")
     if parts[0] != "axes":
         return None
     named = parts[1] if len(parts) > 1 else ""
@@ -103,137 +108,49 @@ def test_no_module_imports_what_is_above_it():
     assert not wrong, "\n".join(wrong)
 
 
-STILL_INSIDE: dict[str, dict[str, set[str]]] = {
-    "debugging": {
-        "axes.runtime": {"watching"},
-        "axes.runtime.agreement": {"Barrier", "agree_at", "ranks_text"},
-        "axes.runtime.groups": {"World", "as_timeout", "current_world", "say_why"},
-        "axes.runtime.torch_private": {"backward_pass"},
-        "axes.runtime.watching": {
-            "at_user_place",
-            "context",
-            "line_of_code",
-            "part_said",
-            "passed_files",
-            "user_frame",
-            "whole_text",
-        },
-    },
-    "launching": {},
-    "nn": {
-        "axes.runtime": {"torch_private"},  # names of torch alone, which the house keeps in one file
-    },
-    "pictures": {
-        "axes.algebra.chunks": {
-            "Tile",
-            "intersection",
-            "largest_chunk",
-            "nested_chunk",
-            "smallest_chunk",
-            "volume",
-        },
-        "axes.algebra.cost": {"members_of_node"},
-        "axes.algebra.errors": {"shown", "unknown_axis"},
-        "axes.algebra.expressions": {"Recipe", "gradient", "recipe", "unmoved"},
-        "axes.algebra.expressions.reading": {"read"},
-        "axes.algebra.expressions.rules": {"REDUCTIONS"},
-        "axes.algebra.expressions.transpose": {"on_own_axes", "transposed"},
-        "axes.algebra.grammar": {
-            "Span",
-            "Spec",
-            "TensorExpression",
-            "parse_declaration",
-            "parse_equation",
-            "parse_mesh",
-            "parse_tensor",
-        },
-        "axes.algebra.layout": {"Universe"},
-        "axes.algebra.mesh": {"ambient_mesh", "checked_mesh", "required_mesh"},
-        "axes.algebra.mesh_names": {"check_sides"},
-        "axes.algebra.opaque": {"Dtype"},
-        "axes.algebra.plan": {"Step", "bytes_text", "dtype_name", "itemsize_of", "model_of"},
-        "axes.algebra.planning.candidates": {"COLLECTIVES"},
-        "axes.algebra.sharding": {"layouts_text", "pending_runs", "slots_text", "unmarked", "whole_shape"},
-        "axes.algebra.sizes": {"checked_rank", "checked_tensor_shape", "written_sizes"},
-        "axes.algebra.specs": {"factors_by_name", "marked_sharding"},
-        "axes.ops.global_view": {"shared_cotangent"},
-        "axes.runtime": {"torch_private"},
-        "axes.runtime.agreement": {"ranks_text"},
-        "axes.runtime.groups": {"current_world"},
-        "axes.runtime.watching": {"is_users", "line_of_code"},
-        "axes.runtime.world": {"bound_to_job"},
-        "axes.transfers.layout_rule": {"pairs_of"},
-        "axes.transfers.transfers": {"Like", "Transfer"},
-    },
-    "transfers": {
-        "axes.algebra": {"providers"},
-        "axes.algebra.chunks": {
-            "Box",
-            "Runs",
-            "Tile",
-            "count",
-            "factor_runs",
-            "local_runs",
-            "merged",
-            "tile_shape",
-            "volume",
-        },
-        "axes.algebra.errors": {"shortened", "shown", "suggestion"},
-        "axes.algebra.grammar": {"Dim", "Factor", "Item", "Spec", "check_different", "items_of", "parse_tensor"},
-        "axes.algebra.layout": {"Universe"},
-        "axes.algebra.mesh": {"checked_mesh", "required_mesh"},
-        "axes.algebra.placements": {"check_torch_can"},
-        "axes.algebra.plan": {"bytes_text", "dtype_name", "itemsize_of"},
-        "axes.algebra.planning.exchange": {
-            "Exchange",
-            "GroupExchange",
-            "GroupSide",
-            "Pieces",
-            "group_between",
-            "pieces_of",
-            "ranks_of_both",
-        },
-        "axes.algebra.sizes": {
-            "checked_rank",
-            "checked_tensor_shape",
-            "given_sizes",
-            "tuple_of",
-            "whole_number",
-            "written_sizes",
-        },
-        "axes.algebra.specs": {"check_same_dims", "factors_by_name", "parsed_sharding"},
-        "axes.runtime": {"torch_private"},
-        "axes.runtime.agreement": {
-            "Barrier",
-            "LINGER_SECONDS",
-            "Member",
-            "MissedError",
-            "agree_at",
-            "in_time",
-            "note_key",
-            "polled",
-            "ranks_text",
-        },
-        "axes.runtime.axis_groups": {"communicator"},
-        "axes.runtime.groups": {"abort_group_of", "as_timeout", "current_world", "group_of", "of_world"},
-        "axes.runtime.operation": {"heard", "is_dense"},
-        "axes.runtime.packing": {"Grid", "arranged", "elements_of"},
-    },
-}
-"""What packages around the core import beside public names of `axes` and those of `axes.extension`. It only gets shorter."""
+AROUND = ("debugging", "launching", "nn", "pictures", "transfers")
+"""Packages around the core. They are built as a third party's package would be."""
 
 
-@pytest.mark.parametrize("folder", STILL_INSIDE)
+@pytest.mark.parametrize("folder", AROUND)
 def test_a_package_around_the_core_imports_public_names_and_those_of_the_extension_alone(folder):
-    public = {(module, name) for module, names in axes._HOME.items() for name in names}
-    found: dict[str, set[str]] = {}
-    for path in (path for path in MODULES if path.parts[1] == folder):
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("axes."):
-                inside = {each.name for each in node.names if (node.module, each.name) not in public}
-                if inside and node.module != "axes.extension" and layer(str(node.module)) != LAYERS.index(folder):
-                    found.setdefault(str(node.module), set()).update(inside)
-    assert found == STILL_INSIDE[folder]
+    doors = {f"axes.{name}" for name in axes.__all__} | {f"axes.extension.{name}" for name in extension_names()}
+    found = {
+        f"{path} imports {name}"
+        for path in (path for path in MODULES if path.parts[1] == folder)
+        for name in imports(tree(path))
+        if name.partition(".")[0] == "axes" and not name.startswith(f"axes.{folder}.") and name not in doors
+    }
+    assert not found
+
+
+def extension_names() -> set[str]:
+    """The names that `axes.extension` imports from where they are defined, and those that it defines."""
+    first, second = (tree(Path(f"axes/extension/{name}.py")) for name in ("__init__", "builders"))
+    of_algebra = {name for node in first.body for name in bound_names(node)}
+    (typed,) = [node for node in first.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    of_builders = {name for node in typed.body for name in bound_names(node)}
+    bound = {name for node in second.body for name in bound_names(node)}
+    assert of_builders <= bound | {node.name for node in second.body if isinstance(node, ast.FunctionDef)}
+    return of_algebra | of_builders
+
+
+def bound_names(node: ast.stmt) -> set[str]:
+    """What `node` imports from modules of axes, by the names that it has afterwards."""
+    ours = isinstance(node, ast.ImportFrom) and str(node.module).startswith("axes.")
+    return {alias.asname or alias.name for alias in node.names} if ours else set()
+
+
+def test_the_extension_has_no_name_that_no_package_imports():
+    """A name that one package needed, and none needs any more, goes."""
+    used = {
+        name.removeprefix("axes.extension.")
+        for path in MODULES
+        if path.parts[1] in AROUND
+        for name in imports(tree(path))
+        if name.startswith("axes.extension.")
+    }
+    assert not extension_names() - used - {*axes.extension.__all__}
 
 
 NAMES = {module_name(path): path for path in MODULES}
@@ -241,6 +158,7 @@ NAMES = {module_name(path): path for path in MODULES}
 
 def module_of(name: str) -> str | None:
     """The module of axes that an import of `name` runs, if any."""
+    name = HOMES.get(name, name)
     found = name if name in NAMES else name.rpartition(".")[0]
     return found if found in NAMES and found != "axes" else None
 

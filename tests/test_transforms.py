@@ -110,7 +110,7 @@ DTENSORS: dict[str, list[Callable[[Any], Any]]] = {
 
 NOT_OF_TENSORS = {
     "AxesError", "Axis", "CostModel", "DesyncError", "ExpressionError", "GroupOptions", "Layout", "LayoutRules",
-    "Mesh", "MeshError", "Plan", "Rules", "Sharding", "ShardingError", "SizeError", "annotate", "argmax", "axis_index",
+    "Mesh", "MeshError", "Plan", "Rules", "Sharding", "ShardingError", "SizeError", "Transfer", "annotate", "argmax", "axis_index",
     "axis_size", "connect", "convert", "debug", "destroy_process_groups", "empty", "explain", "full", "init_mesh", "launch",
     "nn", "ones", "plan", "process_groups", "rand", "randn", "shard_module", "sharding_of", "show", "simulate",
     "spec_of", "transfer", "use_mesh", "use_rules", "verify", "zeros",

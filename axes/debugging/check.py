@@ -14,11 +14,18 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from axes.algebra.errors import DesyncError
-from axes.extension import Operation
-from axes.runtime.agreement import Barrier, agree_at, ranks_text
-from axes.runtime.groups import World, as_timeout, current_world
-from axes.runtime.watching import at_user_place, whole_text
+from axes import DesyncError
+from axes.extension import (
+    Barrier,
+    Operation,
+    World,
+    agree_at,
+    as_timeout,
+    at_user_place,
+    current_world,
+    ranks_text,
+    whole_text,
+)
 
 _SHOWN = 16
 """Lines of an error that there could be one of for each two ranks."""

@@ -17,14 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError
+from axes import AxesError
 from axes.debugging.check import compare_operation
 from axes.debugging.trace import leave_all, recorder, stop
-from axes.extension import Operation, shown
-from axes.runtime import watching
-from axes.runtime.agreement import agree_at
-from axes.runtime.groups import current_world, say_why
-from axes.runtime.watching import at_user_place
+from axes.extension import Operation, agree_at, at_user_place, current_world, say_why, shown, watching
 
 _WORDS = {
     "1": True,

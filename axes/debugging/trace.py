@@ -43,10 +43,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError
-from axes.extension import Operation, shown
-from axes.runtime.torch_private import backward_pass
-from axes.runtime.watching import context, line_of_code, part_said, passed_files, user_frame
+from axes import AxesError
+from axes.extension import Operation, context, line_of_code, part_said, passed_files, shown, torch_private, user_frame
 
 VERSION = 2
 """Of the file; a reader refuses others."""
@@ -101,7 +99,7 @@ class Recorder:
         except (KeyError, AttributeError, ValueError):  # a file that isn't known yet, or no frame of the user's
             frame = user_frame()
         code, instruction = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
-        key = operation, id(code), instruction, tuple(context.parts), backward_pass() >= 0
+        key = operation, id(code), instruction, tuple(context.parts), torch_private.backward_pass() >= 0
         text, _ = self._known.get(key) or self._described(key, code)
         event = None if operation.device == "cpu" else _recorded_on(operation.device)
         thread, now = threading.get_ident(), perf_counter_ns() / 1000

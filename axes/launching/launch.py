@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple, TypeVar
 
-from axes.algebra.errors import AxesError
+from axes import AxesError
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from axes.algebra.errors import ShardingError
+from axes import ShardingError
 from axes.extension import read, shown
 from axes.nn.module_tensors import tensors_of
 

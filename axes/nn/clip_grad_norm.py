@@ -34,16 +34,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError
-from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding
-from axes.extension import local, shown, within
+from axes import AxesError, Layout, Mesh, MeshError, Sharding, ShardingError, pmax, psum, reshard, sharding_of
+from axes.extension import local, shown, torch_private, within
 from axes.nn.options import number
-from axes.ops.collectives import pmax, psum
-from axes.ops.reshard import reshard
-from axes.runtime import torch_private
-from axes.runtime.sharded import sharding_of
 
 Tensors: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 Axis: TypeAlias = tuple[Any, Layout]

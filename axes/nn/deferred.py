@@ -16,11 +16,9 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError
-from axes.extension import boxes, draw, local
+from axes import ShardingError, sharding_of
+from axes.extension import boxes, draw, local, torch_private
 from axes.nn.module_tensors import fill
-from axes.runtime import torch_private
-from axes.runtime.sharded import sharding_of
 
 
 def made_by_initializers(

@@ -18,13 +18,10 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError
-from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding
+from axes import Mesh, Sharding, ShardingError, sharding_of
 from axes.extension import agree, draw, dtensor, linear, local, read, whole
 from axes.nn.functions import T, argmax, check_floats
 from axes.nn.options import number
-from axes.runtime.sharded import sharding_of
 
 
 @torch.compiler.disable(reason="axes.nn.dropout draws its seed outside of the graph")

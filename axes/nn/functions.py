@@ -35,13 +35,23 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError
-from axes.algebra.mesh import Mesh, use_mesh
+from axes import (
+    AxesError,
+    ExpressionError,
+    Mesh,
+    ShardingError,
+    SizeError,
+    all_gather,
+    axis_index,
+    axis_size,
+    pmax,
+    psum,
+    rearrange,
+    shard_map,
+    use_mesh,
+)
 from axes.extension import dense, read, shown
 from axes.nn.options import checked_sizes, number
-from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
-from axes.ops.einops_ops import rearrange
-from axes.ops.shard_map import shard_map
 
 T = TypeVar("T", bound=torch.Tensor)
 Read = TypeVar("Read", bound=Callable[..., Any])
@@ -219,6 +229,8 @@ def rms_norm(
         [1.0, 1.0, 1.0, 1.0]
     """
     form = _form("rms_norm", spec, dims_to_work_over(over))
+    if eps is not None:
+        number("rms_norm's eps is a number from 0, like 1e-6", eps, 0)
     local = functools.partial(_rms_norm, form, _wholes(form.worked, x, sizes), eps)
     return _normed("rms_norm", local, form, (x, weight), mesh)
 
@@ -260,6 +272,7 @@ def layer_norm(
         [-1.0, 1.0]
     """
     form = _form("layer_norm", spec, dims_to_work_over(over))
+    number("layer_norm's eps is a number from 0, like 1e-5", eps, 0)
     local = functools.partial(_layer_norm, form, _wholes(form.worked, x, sizes), eps, weight is not None)
     return _normed("layer_norm", local, form, (x, weight, bias), mesh)
 
@@ -315,6 +328,7 @@ def cross_entropy(
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shown(reduction)}")
     number("cross_entropy's label_smoothing is a number from 0 to 1", label_smoothing, 0, 1)
+    number("cross_entropy's ignore_index is a whole number", ignore_index, -math.inf, whole=True)
     number("cross_entropy's z_loss is a number from 0, like 1e-4", z_loss, 0, 1e300)
     check_integers("cross_entropy", "labels", labels)
     (whole,) = _wholes(form.over.worked, logits, sizes)
@@ -368,7 +382,7 @@ def checked_padding(padding_idx: int, rows: int | torch.Tensor) -> int | torch.T
     """The number of a row of the table; a negative one counts from the end. `rows` may be known to the device alone."""
     if not isinstance(padding_idx, int) or (isinstance(rows, int) and not -rows <= padding_idx < rows):
         raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {shown(padding_idx)}")
-    return padding_idx % rows
+    return padding_idx if padding_idx >= 0 else padding_idx + rows
 
 
 # expressions

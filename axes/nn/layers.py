@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from axes.algebra.errors import ShardingError, SizeError
+from axes import ShardingError, SizeError, einsum
 from axes.extension import read, shown
 from axes.nn.annotate import annotate
 from axes.nn.functions import (
@@ -38,7 +38,6 @@ from axes.nn.functions import (
     three_specs,
 )
 from axes.nn.options import checked_sizes
-from axes.ops.einops_ops import einsum
 
 
 class Named(torch.nn.Module):

@@ -26,7 +26,7 @@ import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError
+from axes import ShardingError
 from axes.extension import dense, dtensor, shown
 from axes.extension import local as local_tensor
 from axes.nn.clip_grad_norm import settled_gradient

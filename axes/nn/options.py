@@ -8,7 +8,7 @@ import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from axes.algebra.errors import ShardingError, SizeError
+from axes import ShardingError, SizeError
 from axes.extension import shown
 
 

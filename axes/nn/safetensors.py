@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ShardingError
-from axes.algebra.mesh import Mesh
+from axes import AxesError, Mesh, ShardingError
 from axes.extension import agree, boxes, local, shown
 from axes.nn.module_tensors import by_tensor, fill
 

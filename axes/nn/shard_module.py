@@ -17,16 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ShardingError
-from axes.algebra.logical import Rules
-from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding
+from axes import AxesError, Mesh, Rules, Sharding, ShardingError, all_gather
 from axes.extension import dtensor, read
 from axes.nn.annotate import annotated, checked_specs
 from axes.nn.deferred import made_by_initializers
 from axes.nn.module_tensors import by_tensor, fill, tensors_of
 from axes.nn.options import checked_sizes
-from axes.ops.collectives import all_gather
 
 M = TypeVar("M", bound=torch.nn.Module)
 

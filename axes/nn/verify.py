@@ -20,11 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
-from axes.algebra.logical import Rules
-from axes.algebra.mesh import Mesh
+from axes import AxesError, Mesh, MeshError, Rules, ShardingError, SizeError, launch
 from axes.extension import shown
-from axes.launching.launch import launch
 from axes.nn.verify_compare import judged
 from axes.nn.verify_diagnosis import Mismatch, words
 from axes.nn.verify_run import Job, Observed, named_tensors, observe

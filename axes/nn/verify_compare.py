@@ -16,8 +16,7 @@ from functools import cached_property
 
 import torch
 
-from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding
+from axes import Mesh, Sharding
 from axes.nn.verify_diagnosis import Mismatch, Parts, Tolerance, diagnosed, is_rounded, largest_of, words
 from axes.nn.verify_run import Observed
 

@@ -19,8 +19,7 @@ from functools import cached_property
 
 import torch
 
-from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding
+from axes import Mesh, Sharding
 
 Indices = slice | tuple[slice, ...]
 

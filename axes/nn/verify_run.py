@@ -26,16 +26,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from axes.algebra.errors import AxesError
-from axes.algebra.logical import Rules, use_rules
-from axes.algebra.mesh import Mesh
-from axes.extension import dtensor, local, read
+from axes import AxesError, Mesh, Rules, destroy_process_groups, init_mesh, shard, sharding_of, use_rules
+from axes.extension import dtensor, local, read, torch_private
 from axes.nn.shard_module import shard_module
 from axes.nn.verify_diagnosis import TRUTH, Piece, elements_at, is_rounded
-from axes.runtime import torch_private
-from axes.runtime.groups import destroy_process_groups
-from axes.runtime.sharded import shard, sharding_of
-from axes.runtime.world import init_mesh
 
 _HOOKS = 1_000_000
 """A module that comes from another process has hooks under that one's numbers, which new hooks mustn't get here."""

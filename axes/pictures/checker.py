@@ -23,11 +23,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from axes.algebra.errors import ExpressionError, unknown_axis
-from axes.algebra.expressions.reading import read
-from axes.algebra.grammar import Span, parse_declaration, parse_equation, parse_mesh, parse_tensor
-from axes.algebra.mesh_names import check_sides
-from axes.transfers.layout_rule import pairs_of
+from axes import ExpressionError, LayoutRules
+from axes.extension import (
+    Span,
+    check_sides,
+    parse_declaration,
+    parse_equation,
+    parse_mesh,
+    read,
+    read_operation,
+    unknown_axis,
+)
 
 _CALLS = {
     "mesh*": "Mesh init_mesh Mesh.from_device_mesh",
@@ -62,8 +68,6 @@ _KEYWORDS = {
 _KIND_OF_CALL, _KIND_OF_KEYWORD = (
     {name: kind for kind, names in table.items() for name in names.split()} for table in (_CALLS, _KEYWORDS)
 )
-_PARSERS: dict[str, Callable[[str], object]] = {"equation": parse_equation, "axes": parse_mesh, "rule": pairs_of}
-
 _IMPORT = re.compile(r"^\s*(?:from|import)\b.*\baxes\b", re.MULTILINE)
 
 Mistake = tuple[int, int, str]
@@ -132,14 +136,24 @@ def _axes_in(kind: str, text: str, *equations: str) -> list[tuple[int, str, Span
     if kind in _PARSERS:
         _PARSERS[kind](text)
         return []
-    tree = parse_tensor(text)
+    tree = read(text)
     specs = [*tree.operands, *(tree.results or ())]
     if kind == "spec" or (kind == "target" and tree.results is None):
         specs = [tree.spec]
     elif kind != "tensors":
-        read("rearrange" if kind == "target" else kind, text, tuple([len(spec.dims) for spec in tree.operands]))
+        operation = "rearrange" if kind == "target" else kind
+        read_operation(operation, text, tuple([len(spec.dims) for spec in tree.operands]))
     places = [(number, place) for number, spec in enumerate(specs) for _, place in spec.places]
     return [(number, name, place.span) for number, place in places for name in place.names if name != "*"]
+
+
+def _rule_of(text: str) -> LayoutRules:
+    """A layout rule of this expression, between names that are numbers."""
+    left, right = (tuple(map(str, range(side.count(",") + 1))) for side in text.split("->", 1))
+    return LayoutRules([(left, (*right, text))])
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {"equation": parse_equation, "axes": parse_mesh, "rule": _rule_of}
 
 
 def _place(source: str, literal: ast.Constant, at: int) -> tuple[int, int]:

@@ -28,11 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axes.algebra.errors import AxesError, SizeError
-from axes.algebra.mesh import Mesh
-from axes.algebra.plan import plan
-from axes.algebra.sharding import whole_shape
-from axes.algebra.specs import factors_by_name
+from axes import AxesError, Mesh, SizeError, plan, transfer
+from axes.extension import factors_by_name, whole_shape
 from axes.pictures import timeline
 from axes.pictures.checker import mistakes_in
 from axes.pictures.mesh_sheet import sheet_of_mesh
@@ -40,7 +37,6 @@ from axes.pictures.moves import sheet_of_plan
 from axes.pictures.panels import Listing, Sheet
 from axes.pictures.rank_text import short_ranks
 from axes.pictures.show import SCHEMA, Explanation, as_written, explained_transfer, seen_mesh
-from axes.transfers.transfers import Like, transfer
 
 _WIDTH = 80
 
@@ -214,7 +210,7 @@ def _of_transfer(given: argparse.Namespace) -> Explanation:
     """
     sizes, there = _sizes(given.sizes), _mesh(given.source_mesh)
     here = _mesh(given.target_mesh, first=there.size if given.first is None else given.first)
-    like = Like(_shape(there, given.source, sizes), given.dtype)
+    like = argparse.Namespace(shape=_shape(there, given.source, sizes), dtype=given.dtype)
     how = {"dtype": given.to_dtype, "bucket_mb": given.bucket_mb, "sizes": sizes}
     move = transfer({"x": given.source}, {"x": given.target}, there, here, {"x": like}, **how)
     return explained_transfer(move, (given.rank or [None])[-1])

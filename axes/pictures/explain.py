@@ -13,26 +13,36 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError
-from axes.algebra.expressions import Recipe, gradient, recipe, unmoved
-from axes.algebra.expressions.rules import REDUCTIONS
-from axes.algebra.expressions.transpose import on_own_axes, transposed
-from axes.algebra.grammar import Spec, TensorExpression
-from axes.algebra.mesh import Mesh, required_mesh
-from axes.algebra.opaque import Dtype
-from axes.algebra.plan import bytes_text, dtype_name, itemsize_of, plan
-from axes.algebra.planning.candidates import COLLECTIVES
-from axes.algebra.sharding import Sharding, whole_shape
-from axes.algebra.sizes import checked_tensor_shape, written_sizes
-from axes.algebra.specs import marked_sharding
-from axes.extension import read, shown
-from axes.ops.global_view import shared_cotangent
+from axes import AxesError, ExpressionError, Mesh, Sharding, ShardingError, SizeError, Transfer, plan
+from axes.extension import (
+    COLLECTIVES,
+    REDUCTIONS,
+    Dtype,
+    Recipe,
+    Spec,
+    TensorExpression,
+    bytes_text,
+    checked_tensor_shape,
+    dtype_name,
+    gradient,
+    itemsize_of,
+    marked_sharding,
+    on_own_axes,
+    ranks_text,
+    read,
+    recipe,
+    required_mesh,
+    shared_cotangent,
+    shown,
+    transposed,
+    unmoved,
+    whole_shape,
+    written_sizes,
+)
 from axes.pictures.moves import MOST, moves_of_recipe
 from axes.pictures.panels import Listing, sheet_of
 from axes.pictures.recorder import explained_step, listing_of_sent
 from axes.pictures.show import Explanation, explained_transfer
-from axes.runtime.agreement import ranks_text
-from axes.transfers.transfers import Transfer
 
 Shape = tuple[int, ...]
 

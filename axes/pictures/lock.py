@@ -28,13 +28,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError
-from axes.algebra.mesh import Mesh
-from axes.extension import local, shown
+from axes import AxesError, Mesh, sharding_of
+from axes.extension import is_users, local, shown
 from axes.pictures.recorder import entered_world, explained_step, who
 from axes.pictures.show import Explanation, as_written
-from axes.runtime.sharded import sharding_of
-from axes.runtime.watching import is_users
 
 _BEGINS = "# python -m axes explain "
 

@@ -25,8 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product, zip_longest
 
-from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh
+from axes import Layout, Mesh
 from axes.pictures.panels import (
     Board,
     BoardSide,

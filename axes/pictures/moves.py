@@ -48,11 +48,8 @@ from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import product
 
-from axes.algebra.chunks import Tile, intersection, volume
-from axes.algebra.expressions import Recipe, unmoved
-from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, Step, bytes_text, itemsize_of, plan
-from axes.algebra.sharding import Sharding, unmarked
+from axes import Mesh, Plan, Sharding, plan
+from axes.extension import Recipe, Step, Tile, bytes_text, intersection, itemsize_of, unmarked, unmoved, volume
 from axes.pictures.panels import Frames, Listing, Moves, Panel, Patch, Remark, Room, Sheet, exchange_board, sheet_of
 from axes.pictures.rank_text import LEFT_OUT, groups_text, short_ranks, time_text
 from axes.pictures.sharding_sheet import dim_names

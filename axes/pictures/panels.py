@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
-from axes.algebra.layout import Layout
-from axes.algebra.plan import bytes_text
+from axes import Layout
+from axes.extension import bytes_text
 from axes.pictures.rank_text import LEFT_OUT
 
 COLORS = ("#3a75c6", "#b45e18", "#2a8456", "#9a5bb8", "#976e09", "#c2476f", "#278089", "#7a6a5a")

@@ -12,8 +12,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
 
-from axes.algebra.errors import MeshError
-from axes.algebra.layout import Layout, Universe
+from axes import Layout, MeshError
+from axes.extension import Universe
 
 LEFT_OUT = ".."
 """What stands for what is left out."""

@@ -25,21 +25,25 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from axes.algebra.cost import CostModel, members_of_node
-from axes.algebra.errors import AxesError
-from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh, ambient_mesh, checked_mesh
-from axes.algebra.plan import bytes_text, model_of
-from axes.extension import Operation, listen
+from axes import AxesError, CostModel, Layout, Mesh, process_groups, simulate
+from axes.extension import (
+    Operation,
+    ambient_mesh,
+    bound_to_job,
+    bytes_text,
+    checked_mesh,
+    current_world,
+    is_users,
+    line_of_code,
+    listen,
+    members_of_node,
+    model_of,
+    ranks_text,
+    torch_private,
+)
 from axes.pictures.panels import Listing, Remark, sheet_of
 from axes.pictures.rank_text import time_text
 from axes.pictures.show import Explanation
-from axes.runtime import torch_private
-from axes.runtime.agreement import ranks_text
-from axes.runtime.groups import current_world, process_groups
-from axes.runtime.simulate import simulate
-from axes.runtime.watching import is_users, line_of_code
-from axes.runtime.world import bound_to_job
 
 # --- what is recorded
 

@@ -30,10 +30,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from axes.algebra.chunks import largest_chunk, nested_chunk, smallest_chunk
-from axes.algebra.layout import Layout
-from axes.algebra.plan import bytes_text, itemsize_of
-from axes.algebra.sharding import Sharding, layouts_text, pending_runs, slots_text
+from axes import Layout, Sharding
+from axes.extension import (
+    bytes_text,
+    itemsize_of,
+    largest_chunk,
+    layouts_text,
+    nested_chunk,
+    pending_runs,
+    slots_text,
+    smallest_chunk,
+)
 from axes.pictures.panels import (
     Board,
     BoardSide,

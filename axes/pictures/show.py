@@ -21,11 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
-from axes.algebra.errors import ShardingError, shown
-from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan
-from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, checked_tensor_shape
+from axes import Mesh, Plan, Sharding, ShardingError, Transfer
+from axes.extension import checked_rank, checked_tensor_shape, shown
 from axes.pictures.in_html import page_of, part_of_page
 from axes.pictures.in_svg import svg_of
 from axes.pictures.in_text import coded, lines_of, plain
@@ -35,7 +32,6 @@ from axes.pictures.panels import Remark, Room, Sheet
 from axes.pictures.rank_text import seen_rank, short_ranks
 from axes.pictures.sharding_sheet import sheet_of_sharding
 from axes.pictures.transfer_sheet import NAMES, facts_of_transfer, sheet_of_transfer
-from axes.transfers.transfers import Transfer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

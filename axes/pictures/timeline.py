@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axes.algebra.errors import AxesError
-from axes.algebra.plan import bytes_text
+from axes import AxesError
+from axes.extension import bytes_text
 from axes.pictures.panels import Listing, Remark, sheet_of
 from axes.pictures.rank_text import short_ranks, time_text
 from axes.pictures.show import Explanation

@@ -42,10 +42,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from axes.algebra.plan import bytes_text
+from axes import Transfer
+from axes.extension import bytes_text
 from axes.pictures.panels import Board, Listing, Remark, Room, Sheet, exchange_board, sheet_of
 from axes.pictures.rank_text import LEFT_OUT, short_ranks, time_text
-from axes.transfers.transfers import Transfer
 
 MOST_BUCKETS = 6
 """Buckets that are shown; the facts have all of them."""

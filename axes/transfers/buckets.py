@@ -20,9 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from axes.algebra.layout import Universe
-from axes.algebra.plan import itemsize_of
-from axes.algebra.sharding import Sharding
+from axes import Sharding
+from axes.extension import Universe, itemsize_of
 from axes.transfers.layout_pieces import LayoutPiece
 
 TensorKind = tuple[Sharding, Sharding, tuple[int, ...], LayoutPiece | None]

@@ -32,21 +32,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.chunks import Box, tile_shape
-from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, suggestion
-from axes.algebra.layout import Universe
-from axes.algebra.mesh import Mesh
-from axes.algebra.placements import check_torch_can
-from axes.algebra.plan import dtype_name
-from axes.algebra.sharding import Sharding
-from axes.extension import Operation, agree, collective, dense, dtensor, local, shown, written
-from axes.runtime import torch_private
-from axes.runtime.agreement import MissedError, ranks_text
-from axes.runtime.axis_groups import communicator
-from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
-from axes.runtime.operation import is_dense
-from axes.runtime.packing import Grid, arranged, elements_of
-from axes.runtime.sharded import sharding_of
+from axes import AxesError, DesyncError, GroupOptions, Mesh, MeshError, Sharding, ShardingError, sharding_of
+from axes.extension import (
+    Box,
+    Grid,
+    MissedError,
+    Operation,
+    Universe,
+    abort_group_of,
+    agree,
+    arranged,
+    check_torch_can,
+    collective,
+    communicator,
+    current_world,
+    dense,
+    dtensor,
+    dtype_name,
+    elements_of,
+    group_of,
+    is_dense,
+    local,
+    of_world,
+    ranks_text,
+    shortened,
+    shown,
+    suggestion,
+    tile_shape,
+    torch_private,
+    written,
+)
 from axes.transfers.layout_pieces import Shape, cut_box
 from axes.transfers.transfers import Like, Slice, Transfer, TransferEnd, counted, transfer
 

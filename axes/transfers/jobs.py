@@ -47,24 +47,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import (
-    AxesError,
-    DesyncError,
-    MeshError,
-    ShardingError,
+from axes import AxesError, DesyncError, Layout, Mesh, MeshError, Sharding, ShardingError
+from axes.extension import (
+    LINGER_SECONDS,
+    Barrier,
+    Member,
+    Operation,
+    agree,
+    agree_at,
+    as_timeout,
+    checked_mesh,
+    current_world,
+    dense,
+    dtype_name,
+    heard,
+    in_time,
+    note_key,
+    polled,
+    ranks_text,
     shortened,
+    shown,
     suggestion,
+    torch_private,
+    tuple_of,
 )
-from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh, checked_mesh
-from axes.algebra.plan import dtype_name
-from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import tuple_of
-from axes.extension import Operation, agree, dense, shown
-from axes.runtime import torch_private
-from axes.runtime.agreement import LINGER_SECONDS, Barrier, Member, agree_at, in_time, note_key, polled, ranks_text
-from axes.runtime.groups import as_timeout, current_world
-from axes.runtime.operation import heard
 from axes.transfers.execution import Execution, telling
 from axes.transfers.layout_rules import LayoutRules, Table
 from axes.transfers.transfers import Like, Transfer, of_tensor, read_end, transfer

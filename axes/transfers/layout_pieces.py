@@ -28,10 +28,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from axes.algebra.chunks import Box, Runs, Tile, count, factor_runs, local_runs, merged
-from axes.algebra.layout import Layout
-from axes.algebra.planning.exchange import Pieces, pieces_of
-from axes.algebra.sharding import Sharding
+from axes import Layout, Sharding
+from axes.extension import Box, Pieces, Runs, Tile, count, factor_runs, local_runs, merged, pieces_of
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset, as `as_strided` takes them."""

@@ -20,9 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
-from axes.algebra.grammar import Dim, Factor, Item, Spec, check_different, items_of, parse_tensor
-from axes.algebra.sizes import tuple_of
+from axes import ExpressionError, ShardingError, SizeError
+from axes.extension import Dim, Factor, Item, Spec, check_different, items_of, read, shortened, shown, tuple_of
 from axes.transfers.layout_pieces import LayoutPiece, PieceDim, Shape, layout_piece
 
 Names = str | tuple[str, ...] | None
@@ -223,7 +222,7 @@ def _parts(text: str, tensor: int, start: int, stop: int) -> Iterator[RulePart]:
 def _dims(text: str, start: int, stop: int) -> tuple[Dim, ...]:
     """The dims of a part of the text. It is read with blanks before it, so that an error says where it stands."""
     try:
-        return parse_tensor(text[start:stop].rjust(stop)).operands[0].dims
+        return read(text[start:stop].rjust(stop)).operands[0].dims
     except ExpressionError as error:
         raise ExpressionError(error.message, text, error.start, error.stop) from None
 

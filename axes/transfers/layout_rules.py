@@ -25,8 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.sizes import checked_tensor_shape, given_sizes, tuple_of, written_sizes
+from axes import ShardingError, SizeError
+from axes.extension import checked_tensor_shape, given_sizes, shortened, shown, suggestion, tuple_of, written_sizes
 from axes.transfers.layout_pieces import LayoutPiece, Shape, layout_piece
 from axes.transfers.layout_rule import LayoutRule, NamePattern, Names, layout_rule, solved_pieces
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import importlib
 import itertools
 import math
 import re
@@ -25,16 +26,33 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from axes.algebra import providers
-from axes.algebra.chunks import Box, Tile, volume
-from axes.algebra.cost import CostModel
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.mesh import Mesh, required_mesh
-from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
-from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
-from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, checked_tensor_shape, given_sizes, whole_number, written_sizes
-from axes.algebra.specs import check_same_dims, factors_by_name, parsed_sharding
+from axes import AxesError, CostModel, Mesh, MeshError, Sharding, ShardingError, SizeError
+from axes.extension import (
+    Box,
+    Exchange,
+    GroupExchange,
+    GroupSide,
+    Pictured,
+    Tile,
+    bytes_text,
+    check_same_dims,
+    checked_rank,
+    checked_tensor_shape,
+    dtype_name,
+    factors_by_name,
+    given_sizes,
+    group_between,
+    itemsize_of,
+    parsed_sharding,
+    ranks_of_both,
+    required_mesh,
+    shortened,
+    shown,
+    suggestion,
+    volume,
+    whole_number,
+    written_sizes,
+)
 from axes.transfers.buckets import MovedTensor, TensorKind, TensorPiece, bucketed
 from axes.transfers.layout_pieces import Shape
 from axes.transfers.layout_rules import LayoutRules, Table
@@ -115,15 +133,27 @@ def _exchange_of(kind: TensorKind, ranks_per_node: int, rank: int) -> Exchange |
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer(providers.Pictured):
-    """A plan that takes tensors from one layout to another; made by `axes.transfer`.
+class Transfer(Pictured):
+    """A plan that takes tensors from one sharding to another, maybe on other ranks; made by `axes.transfer`.
 
-    Called with this rank's tensors by name it carries the plan out, and returns the tensors that arrive here.
+    Called with this rank's tensors by name, it carries the plan out, and returns the tensors that arrive here.
+    `print` shows its totals, `axes.show` its picture.
 
-    tensors: what moves. bucket_bytes: how large the buffers of a bucket are.
-    buckets: which pieces go together; of tensors that are tied and lie alike those of the first.
-    rank: the rank that it is seen from; `at` gives another view. home: a mesh of the running job, if any is.
-    idle: names of sources that nobody reads, and of targets that keep the values that they have.
+    Args:
+        tensors: Each tensor that moves: its names, shardings, whole shapes and dtypes on both sides.
+        buckets: The pieces of tensors that are sent together. Tied tensors that are sharded alike are sent once.
+        bucket_bytes: The size of the buffers of a bucket.
+        rank: The rank that the transfer is seen from; `at` gives another view.
+        ranks_per_node: How many ranks share a node.
+        home: A mesh of the running job, if one of the two is.
+        idle: The names of sources that nobody reads, and of targets that keep their values.
+
+    Examples:
+        >>> from axes.algebra.mesh import Mesh
+        >>> trainer, server = Mesh("fsdp=4"), Mesh("tp=2", ranks=range(4, 6))
+        >>> move = transfer({"w": "f@fsdp d"}, {"w": "f d@tp"}, trainer, server, {"w": (8, 8)})
+        >>> move.sources, move.targets, move.at(4).partners, move.lower_bound
+        ((0, 1, 2, 3), (4, 5), (0, 1, 2, 3), 256)
     """
 
     tensors: tuple[MovedTensor, ...]
@@ -148,7 +178,7 @@ class Transfer(providers.Pictured):
         ranks, before anything is sent; `DesyncError` where ranks have other plans, or where one fails in the middle:
         it says which tensors are whole.
         """
-        return providers.module("transfers", "a transfer").carry_out(self, tensors, into)
+        return importlib.import_module("axes.transfers.execution").carry_out(self, tensors, into)
 
     def at(self, rank: int) -> Transfer:
         """The same plan seen from another rank."""

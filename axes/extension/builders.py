@@ -1,23 +1,4 @@
-"""The names that packages around axes are built from, beside the public ones of `axes`.
-
-`axes.nn` is such a package, and imports nothing else of axes; `tests/test_extension.py` has one of somebody else's.
-
-| name | for |
-| --- | --- |
-| `read` | an expression as a tree of specs, dims and places |
-| `whole` | which part of which whole tensor a shard is |
-| `local`, `dtensor` | this rank's shard of a DTensor, and back |
-| `boxes` | the blocks of the whole tensor that a shard consists of |
-| `linear` | a map of tensors with a gradient of its own, which arrives in whatever sharding |
-| `written` | autograd is told that tensors were written |
-| `draw` | random values that don't depend on the mesh |
-| `agree` | ranks compare what they hold, before they rely on it |
-| `collective`, `Operation` | communication of one's own, which is checked and traced as that of axes |
-| `listen` | to hear of all communication |
-| `within` | an expression around operations, which is compared and traced with them |
-| `dense` | tensors that code on shards can't take are refused |
-| `shown` | values and near names, as errors say them |
-"""
+"""The functions of `axes.extension`, and the names of the runtime that it has; see there."""
 
 from __future__ import annotations
 
@@ -30,43 +11,59 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import MeshError, ShardingError, shown
-from axes.algebra.grammar import parse_tensor as read
+from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Universe
 from axes.algebra.mesh import Mesh, ambient_mesh, required_mesh, use_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
+from axes.ops.global_view import shared_cotangent
 from axes.ops.request import ALONE
 from axes.runtime import agreement, torch_private, watching
+from axes.runtime.agreement import (
+    LINGER_SECONDS,
+    Barrier,
+    Member,
+    MissedError,
+    agree_at,
+    in_time,
+    note_key,
+    polled,
+    ranks_text,
+)
+from axes.runtime.axis_groups import communicator
 from axes.runtime.border import resolving, spec_around
 from axes.runtime.checkpoint import parts_of as boxes
 from axes.runtime.factories import Draw, draw_into, kept_at, normal_at, uniform_at
-from axes.runtime.groups import current_world, of_world
+from axes.runtime.groups import World, abort_group_of, as_timeout, current_world, group_of, of_world, say_why
 from axes.runtime.linear import count_writes as written
 from axes.runtime.linear import linear
-from axes.runtime.operation import Listener, Operation, as_plain, check_dense, check_transforms, collective, waited
+from axes.runtime.operation import (
+    Listener,
+    Operation,
+    as_plain,
+    check_dense,
+    check_transforms,
+    collective,
+    heard,
+    is_dense,
+    waited,
+)
+from axes.runtime.packing import Grid, arranged, elements_of
 from axes.runtime.sharded import check_share, dtensor_of, read_shard, sharding_of, to_local, told_shapes
-from axes.runtime.watching import within
+from axes.runtime.watching import (
+    at_user_place,
+    context,
+    is_users,
+    line_of_code,
+    part_said,
+    passed_files,
+    user_frame,
+    whole_text,
+    within,
+)
+from axes.runtime.world import bound_to_job
 
 T = TypeVar("T", bound=torch.Tensor)
-
-__all__ = [
-    "Operation",
-    "agree",
-    "boxes",
-    "collective",
-    "dense",
-    "draw",
-    "dtensor",
-    "linear",
-    "listen",
-    "local",
-    "read",
-    "shown",
-    "whole",
-    "within",
-    "written",
-]
 
 
 def whole(
