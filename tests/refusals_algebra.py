@@ -207,7 +207,7 @@ SHARDINGS = (
         ("[Shard(2), Replicate(), Replicate()]", 2, "is about dim 2 of a tensor with 2 dims"),
         ("[Partial('product'), Replicate(), Replicate()]", 2, "a pending 'product' has no name in axes; resolve it first"),
     )),
-    ("axes.shard(L(5), 's@(tp cp)')", "ShardingError", "uneven parts, which DTensor on", "would cut otherwise; make the size a multiple of 4"),
+    ("axes.shard(L(5), 's@(tp cp)')", "ShardingError", "uneven parts, which DTensor on", "would cut in another way; make the size a multiple of 4"),
 )  # fmt: skip
 PLANS = (
     *((f"axes.plan({source!r}, {target!r}, (8, 8))", "ShardingError", said, *more) for source, target, said, *more in (

@@ -110,7 +110,7 @@ def test_a_change_of_layout_is_a_changed_line_and_another_change_is_none(net, be
     assert all(any(line.startswith(each.replace(" ", "", 1)) for line in lines) for each in changed), lines
     assert len(lines) < 18
     if changed:
-        assert done.stderr.startswith("error: net.lock isn't what net_to_lock.py:build does now")
+        assert done.stderr.startswith("error: the layout of net_to_lock.py:build differs from net.lock;")
         command = done.stderr.partition("python -m axes ")[2]
         assert command == f"explain net_to_lock.py:build --mesh '{MODEL.split(chr(34))[1]}' > net.lock\n"
         told = json.loads(called(f"{CHECK} --json").stdout)

@@ -9,7 +9,7 @@ an earlier one of the mesh, or behind a factor that isn't split, becomes a strid
 >>> placement_specs(mesh.sharding("s@(tp cp) d"))[0]
 PlacementSpec(dim=0, split_factor=2, op=None)
 
-What DTensor can't say, or would cut otherwise, is a `ShardingError`, never another tensor.
+What DTensor can't say, or would cut in another way, is a `ShardingError`, never another tensor.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
         if strided or not same_cuts(dim, split(*levels), extents[0]):
             raise ShardingError(
                 f"{sharding.text_of(index)} cuts a dim of {extents[0]} into {count} uneven parts, which DTensor on "
-                f"{sharding.mesh!r} would cut otherwise; make the size a multiple of {count}, or use a sub-mesh with "
+                f"{sharding.mesh!r} would cut in another way; make the size a multiple of {count}, or use a sub-mesh with "
                 "these axes in this order"
             )
 

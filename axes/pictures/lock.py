@@ -84,7 +84,7 @@ def compared(file: str, kept: str, found: Explanation) -> Explanation:
     if not changes:
         return as_written(f"{file}: {model} is unchanged", facts)
     wrong = (
-        f"{file} isn't what {model} does now; if that is meant, write it again and commit it: "
+        f"the layout of {model} differs from {file}; if you meant to change it, write the file again and commit it: "
         f"{before[0].removeprefix('# ')} > {file}"
     )
     return as_written("\n".join(changes), facts, wrong)

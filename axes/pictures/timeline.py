@@ -260,7 +260,7 @@ class Timeline:
             title,
             "",
             Remark(tuple(f"  {note}" for note in self._notes(facts)), close=True),
-            _sums("axes, means of a rank", facts["axes"], "axis", ranks) if self.events else None,
+            _sums("axes, averages over the ranks", facts["axes"], "axis", ranks) if self.events else None,
             _sums("operations", facts["operations"], "operation", ranks) if self.events else None,
             Listing(_HEAD_OF_RANKS, rows, title="ranks") if self.events else None,
         )
@@ -324,7 +324,7 @@ def _since(waited: Sequence[tuple[int, Counter[int]]], time: int | None) -> Coun
 
 
 def _sums(title: str, sums: Sequence[dict[str, Any]], name: str, ranks: int) -> Listing:
-    """A table of sums, as the means of a rank."""
+    """A table of sums, as the averages over the ranks."""
     means = (
         {**row, **{each: row[each] // ranks for each in ("calls", "bytes_out", "ns", "waited_ns")}} for row in sums
     )
@@ -339,7 +339,7 @@ def _row_of_rank(row: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(_time(amount) if name.endswith("ns") else str(amount) for name, amount in row.items())
 
 
-_HEAD_OF_RANKS = ("rank", "calls", "in them", "waited", "came last", "others waited for it")
+_HEAD_OF_RANKS = ("rank", "calls", "time", "waited", "came last", "others waited for it")
 
 
 def _time(nanoseconds: int) -> str:

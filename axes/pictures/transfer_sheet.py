@@ -11,8 +11,8 @@ All of it is read off the `Transfer` that runs: its tensors and buckets, and wha
 >>> move = transfer({"w": "f@fsdp d"}, {"w": "f d@tp"}, trainer, server, {"w": (1024, 512)}, dtype="bfloat16")
 >>> print(plain(lines_of(sheet_of_transfer(move, Room()), 80)))
 1 tensor, 1.0 MiB: 2 ranks (0..1) -> 2 ranks (2..3)
-buckets   1 of at most 64.0 MiB, one exchange each
-received  1.0 MiB in all, which is the least; at most 512.0 KiB by a rank
+buckets   1 of at most 64.0 MiB per rank; each is one exchange
+received  1.0 MiB in all, the least possible; at most 512.0 KiB by a rank
 sent      at most 512.0 KiB by a rank, 512.0 KiB on average of 2 that send
 rank 0    0 B in, 512.0 KiB out, with 2 ranks; peak 1.0 MiB
 about 22 us for rank 0

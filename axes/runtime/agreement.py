@@ -237,7 +237,7 @@ def first_line(error: Exception) -> str:
 
 def failure(what: str) -> str:
     """The barrier to which ranks come where `what` they do together fails."""
-    return f"the report that {what} failed"
+    return f"the report of the failed {what}"
 
 
 # A barrier
@@ -253,7 +253,7 @@ def _agreed(member: Member, barrier: Barrier, statement: str, limit: float, told
         _end(member, barrier, mismatch)
     _leave_note(member, f"waits for {barrier.seen}")
     error, missing = _wait_for_end(member, barrier, limit, first[0] == member.rank)
-    _leave_note(member, f"was last seen {'failing' if error else 'passing'} in {barrier.seen}")
+    _leave_note(member, f"was last seen when it {'failed in' if error else 'passed'} {barrier.seen}")
     every = {} if error or told is None else _came(member, barrier)
     _leave(member, barrier, len(barrier.members) - len(missing) if error else 0)
     if error:  # of several mismatches a rank shows its own

@@ -221,7 +221,7 @@ def _question(mesh: Mesh, axes: Sequence[str], call: str, spec: str) -> str:
       {call}, grad="whole")
   - by each rank in its own way, so that the gradients add up:
       {call}, grad="summed")
-Write which it is. For some of the axes alone, same@ in the spec says that the gradient is whole, as in
+Write which it is. If the gradient is whole over only some of the axes, name these after same@ in the spec, as in
       '{spec} {"" if "|" in spec else "| "}same@{place}'"""
 
 

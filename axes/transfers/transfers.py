@@ -344,10 +344,10 @@ class Transfer(Pictured):
         received, sent = self.totals
         senders = sum(map(bool, sent.values()))
         read = {(one.source_name, one.part and one.part.offsets[0]) for one in self.tensors}
-        least = "which is the least" if len(read) == len(self.tensors) else "tied tensors each by itself"
+        least = "the least possible" if len(read) == len(self.tensors) else "each tied tensor sent separately"
         lines = [
             self.heading,
-            f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)}, one exchange each",
+            f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)} per rank; each is one exchange",
             f"  received  {bytes_text(self.lower_bound)} in all, {least}; at most "
             f"{bytes_text(self.bytes_in)} by a rank",
             f"  sent      at most {bytes_text(self.bytes_out)} by a rank, "
@@ -530,8 +530,8 @@ def transfer(
         >>> shapes = {"w": (1024, 1024), "b": (1024,)}
         >>> print(transfer({"w": "f@fsdp d", "b": "d@fsdp"}, {"w": "f d@tp", "b": "d"}, trainer, server, shapes))
         2 tensors, 4.0 MiB: 4 ranks (0..3) -> 4 ranks (4..7)
-          buckets   1 of at most 64.0 MiB, one exchange each
-          received  8.0 MiB in all, which is the least; at most 2.0 MiB by a rank
+          buckets   1 of at most 64.0 MiB per rank; each is one exchange
+          received  8.0 MiB in all, the least possible; at most 2.0 MiB by a rank
           sent      at most 2.0 MiB by a rank, 2.0 MiB on average of 4 that send
           rank 0    0 B in, 2.0 MiB out, with 4 ranks; peak 3.0 MiB
     """

@@ -385,8 +385,8 @@ class Operands:
         if shared:
             layout, one, two = shared
             self._conflict(
-                f"'{self.mesh.called(layout)}' {one} and {two}, and an axis splits one name of all operands or is "
-                "pending in one of them"
+                f"'{self.mesh.called(layout)}' {one} and {two}, and an axis splits only one name, in all operands "
+                "together, or is pending in one of them"
             )
         found: dict[str, tuple[Slots, int]] = {}
         for number, operand in enumerate(self.operands):
