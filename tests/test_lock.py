@@ -148,7 +148,7 @@ MISTAKES = {
     "explain --check .": "Is a directory",
     "explain --check net.lock --rank 1": "--check FILE takes the model, the mesh and the ranks from FILE",
     'explain net_to_lock.py --mesh "tp=2"': "like train.py:build or package.module:build",
-    'explain nowhere.py:build --mesh "tp=2"': "ModuleNotFoundError: No module named 'nowhere'",
+    'explain nowhere.py:build --mesh "tp=2"': "nowhere.py:build: there is no file nowhere.py",
     'explain no.where:build --mesh "tp=2"': "ModuleNotFoundError: No module named 'no'",
     'explain net_to_lock.py:buidl --mesh "tp=2"': "has no function 'buidl'; did you mean 'build'?",
     'explain net_to_lock.py:raises --mesh "tp=2"': "KeyError: 'nothing'\nat net_to_lock.py:28 in raises",
@@ -157,6 +157,7 @@ MISTAKES = {
     'explain net_to_lock.py:build --mesh "dp=* tp=2"': "the size of 'dp' is open: give it, like dp=2, or the number of ranks",
     'explain net_to_lock.py:build --mesh "dp=4 tp=2" --rank 8': "rank 8 isn't one of the ranks of",
     "explain net_to_lock.py:build": "--mesh is missing",
+    'explain "b@tp -> b" b=8 b=4 --mesh "tp=2"': "each name once, like b=8 s=64; found b=8 b=4",
 }
 
 

@@ -157,8 +157,8 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
         if strided or not same_cuts(dim, split(*levels), extents[0]):
             raise ShardingError(
                 f"{sharding.text_of(index)} cuts a dim of {extents[0]} into {count} uneven parts, which DTensor on "
-                f"{sharding.mesh!r} would cut in another way; make the size a multiple of {count}, or use a sub-mesh with "
-                "these axes in this order"
+                f"{sharding.mesh!r} would cut in another way; make the size a multiple of {count}, or use a sub-mesh "
+                "with these axes in this order"
             )
 
 

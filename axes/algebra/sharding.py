@@ -383,8 +383,8 @@ def whole_shape(sharding: Sharding) -> Shape:
     every = [pair for at, dim in enumerate(sharding.dims) for pair in zip(sharding.names_of(at), dim, strict=True)]
     missing = [name for name, slot in every if slot.size is None]
     if missing:
-        names = " and ".join(f"'{name}'" for name in missing)
-        raise SizeError(f"{names} needs a size in '{sharding}', like {missing[0]}=8")
+        names = " and ".join(f"'{name}'" for name in missing) + (" need sizes" if len(missing) > 1 else " needs a size")
+        raise SizeError(f"{names} in '{sharding}', like {missing[0]}=8")
     return tuple(math.prod(slot.size or 1 for slot in dim) for dim in sharding.dims)
 
 

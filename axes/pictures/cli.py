@@ -269,9 +269,10 @@ def _mesh(text: str | None, given: argparse.Namespace | None = None, first: int 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
     """`b=8 s=2048` as numbers; `SizeError` for anything else."""
     found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", text) for text in texts]
-    if None in found:
-        raise SizeError(f"a size is written as NAME=NUMBER, like b=8; found {texts[found.index(None)]!r}")
-    return {size[1]: int(size[2]) for size in found if size}
+    sizes = {size[1]: int(size[2]) for size in found if size}
+    if len(sizes) < len(texts):
+        raise SizeError(f"sizes are written as NAME=NUMBER, each name once, like b=8 s=64; found {' '.join(texts)}")
+    return sizes
 
 
 def _shape(mesh: Mesh, spec: str, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -118,6 +118,8 @@ def _function(model: str) -> Callable[..., Any]:
             "a model is a function in a file or a module, like train.py:build or package.module:build; an expression "
             "has two sides, like 'b s@tp d -> b s d'"
         )
+    if where.endswith(".py") and not Path(where).is_file():
+        raise AxesError(f"there is no file {where}")
     folder, module_name = (Path(where).parent, Path(where).stem) if where.endswith(".py") else (Path(), where)
     sys.path.insert(0, str(folder.resolve()))
     module = importlib.import_module(module_name)

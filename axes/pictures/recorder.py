@@ -256,10 +256,8 @@ def _axes_of(mesh: Mesh | None, group: dist.ProcessGroup, ranks: Sequence[int]) 
         joint = mesh.universe.group(Layout.product(*map(mesh.layout, several)), here)
         if names := [[name] for name in through if through[name] == [*ranks]] or [several] * ({*joint} == {*ranks}):
             return names[0]
-    info = next((each for each in process_groups() if each.group.group_name == group.group_name), None)
-    if info is None:
-        return ()
-    return info.names[0].split() if info.names else ["world"] * (info.origin == "default")
+    known = (each for each in process_groups() if each.group.group_name == group.group_name)
+    return next((each.names[0].split() if each.names else ["world"] * (each.origin == "default") for each in known), ())
 
 
 # --- how much

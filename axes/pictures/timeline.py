@@ -97,7 +97,10 @@ def read_traces(paths: Iterable[str | Path]) -> Timeline:
         elif logs.setdefault(found.rank, found) is not found:
             raise AxesError(f"{path}: there is another trace of rank {found.rank}; give those of one job")
     if not logs:
-        raise AxesError("no trace is given; name the files that AXES_TRACE=trace.json has written: trace.*.json")
+        raise AxesError(
+            f"no trace is given{' in ' * bool(left_out)}{', '.join(left_out)}; "
+            "name the files that AXES_TRACE=trace.json has written: trace.*.json"
+        )
     worlds = {log.world for log in logs.values()}
     if len(worlds) > 1:
         raise AxesError(f"these are traces of several jobs: of {' and of '.join(map(str, sorted(worlds)))} ranks")
@@ -254,7 +257,10 @@ class Timeline:
         }
         ranks, hosts = len(self.logs), len({log.host for log in self.logs})
         last = sorted(facts["by_rank"], key=lambda row: (-row["awaited_ns"], row["rank"]))[:_ROWS]
-        rows = tuple(map(_row_of_rank, sorted(last, key=lambda row: int(row["rank"]))))
+        rows = [
+            tuple([_time(amount) if name.endswith("ns") else str(amount) for name, amount in row.items()])
+            for row in sorted(last, key=lambda row: int(row["rank"]))
+        ]
         title = f"{ranks} of {self.logs[0].world} ranks, {hosts} host{'s' * (hosts != 1)}, {_time(self.span)}"
         sheet = sheet_of(
             title,
@@ -262,7 +268,7 @@ class Timeline:
             Remark(tuple(f"  {note}" for note in self._notes(facts)), close=True),
             _sums("axes, averages over the ranks", facts["axes"], "axis", ranks) if self.events else None,
             _sums("operations", facts["operations"], "operation", ranks) if self.events else None,
-            Listing(_HEAD_OF_RANKS, rows, title="ranks") if self.events else None,
+            Listing(_HEAD_OF_RANKS, tuple(rows), title="ranks") if self.events else None,
         )
         return Explanation(lambda room: sheet, facts)
 
@@ -333,10 +339,6 @@ def _sums(title: str, sums: Sequence[dict[str, Any]], name: str, ranks: int) -> 
         for row in itertools.islice(means, _ROWS)
     )
     return Listing(("calls", "bytes out", "time", "waiting", name), tuple(rows), title=title)
-
-
-def _row_of_rank(row: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(_time(amount) if name.endswith("ns") else str(amount) for name, amount in row.items())
 
 
 _HEAD_OF_RANKS = ("rank", "calls", "time", "waited", "came last", "others waited for it")

@@ -347,7 +347,8 @@ class Transfer(Pictured):
         least = "the least possible" if len(read) == len(self.tensors) else "each tied tensor sent separately"
         lines = [
             self.heading,
-            f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)} per rank; each is one exchange",
+            f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)} per rank; "
+            "each is one exchange",
             f"  received  {bytes_text(self.lower_bound)} in all, {least}; at most "
             f"{bytes_text(self.bytes_in)} by a rank",
             f"  sent      at most {bytes_text(self.bytes_out)} by a rank, "
