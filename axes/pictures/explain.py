@@ -72,7 +72,7 @@ def explain(
     Compiled functions run eagerly. Gradients of parameters and random numbers are afterwards as before.
 
     **A transfer**, `explain(move)` or `explain(move.at(rank))`: the tensors and their shardings on both sides, the
-    bytes of all ranks beside the least possible, and the buckets of one rank. With tensors, `explain(move,
+    bytes of all ranks beside the least possible, and up to six buckets of one rank. With tensors, `explain(move,
     tensors)`, it is a step.
 
     Args:

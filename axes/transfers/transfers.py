@@ -141,7 +141,7 @@ class Transfer(Pictured):
 
     Args:
         tensors: Each tensor that moves: its names, shardings, whole shapes and dtypes on both sides.
-        buckets: The pieces of tensors that are sent together. Tied tensors that are sharded alike are sent once.
+        buckets: The pieces of tensors that are sent together.
         bucket_bytes: The size of the buffers of a bucket.
         rank: The rank that the transfer is seen from; `at` gives another view.
         ranks_per_node: How many ranks share a node.
@@ -307,9 +307,9 @@ class Transfer(Pictured):
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that have to be sent, whatever the plan: what ranks need and don't have. No more are.
+        """Bytes that all ranks receive: the elements that a rank needs and doesn't have, each once.
 
-        Targets that are tied, made of the same elements, arrive as one where they lie alike, else each by itself.
+        No plan can send less, unless several targets are tied, made of the same elements: each of them is sent.
         """
         return sum(self.totals[0].values())
 
