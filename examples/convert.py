@@ -6,7 +6,7 @@
 
 What goes where is said by the tables of weight_layouts.py. A shard of the target is in memory at a time, and of the
 source the box around each piece, which is read from the file where it lies. Needs safetensors and rich:
-`pip install 'axes-torch[safetensors,show]'`.
+`pip install safetensors rich`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ ROWS = (
     # by layout rules
     (f"{RULES}{{'a': 'c'}})", "ShardingError", "targets lack 'c', which sources become"),
     ("axes.transfer({'a': 'd'}, {'b': 'd', 'c': 'd'}, mesh, mesh, {'a': (4,)}, rules={'a': 'b'})", "ShardingError", "no source becomes 'c' of targets"),
-    (f"{RULES}{{'x': 'b'}})", "ShardingError", "layout rules that are about no tensor"),
+    (f"{RULES}{{'x': 'b'}})", "ShardingError", "layout rules that match no tensor"),
     (f"{RULES}['ab'])", "ShardingError", "layout rules are a mapping"),
     ("axes.transfer({'a': 'd'}, {'b': 'd e'}, mesh, mesh, {'a': (4,)}, rules={'a': 'b'})", "ShardingError", "of the tensor 'b', [4]"),
     (f"{RULES}{{'a': ('b', '(h k) -> (k h)')}})", "SizeError", "the sizes of 'h' and 'k' don't follow"),

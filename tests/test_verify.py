@@ -83,18 +83,18 @@ def test_no_alarm_on_modules():
 
 def test_dropout_by_hand_is_named_by_its_module():
     result = axes.verify(by_hand(programs.dropping, by_hand=True), mesh="dp=2", timeout=60)
-    assert str(result.differences[0]).startswith("1 (Noise): its output is none of these")
+    assert str(result.differences[0]).startswith("1 (Noise): its output is different: ")
 
 
 # Programs with one fault, and how the first line on it begins.
 # fmt: off
 FAULTS = {
-    "missing all-reduce": ("dp=2 tp=2", by_hand(program, bug="missing all-reduce"), "blocks.0.mlp.down: its output is pending over tp (its sum is right), and blocks.0.mlp after it is wrong: an all-reduce over tp is missing after it"),
+    "missing all-reduce": ("dp=2 tp=2", by_hand(program, bug="missing all-reduce"), "blocks.0.mlp.down: its output is pending over tp (its sum is right), and blocks.0.mlp after it is wrong: an all-reduce over tp is missing between them"),
     "doubled all-reduce": ("dp=2 tp=2", by_hand(program, bug="doubled all-reduce"), "blocks.0.mlp (Mlp): its output is right but that the output of blocks.0.mlp.down is added 2 times"),
     "norm": ("cp=2 tp=2", by_hand(program, bug="norm", sequence=True), "blocks.1.norm1.weight: its gradient is pending over tp (its sum is right)"),
     "bias": ("dp=2 tp=2", by_hand(program, bug="bias"), "blocks.0.mlp (Mlp): its output is right but that blocks.0.mlp.bias is added 2 times"),
     "loss": ("dp=2 cp=2", by_hand(program, bug="loss"), "every gradient: all 16 are 2 times too large"),
-    "tie": ("dp=2 tp=2", by_hand(program, bug="tie"), "head.weight: its gradient is none of these: largest relative difference 6e-01"),
+    "tie": ("dp=2 tp=2", by_hand(program, bug="tie"), "head.weight: its gradient is different: largest relative difference 6e-01"),
     "dropout": ("dp=2 tp=2", by_hand(program, bug="dropout", dropout=0.3), "blocks.0.dropout (Dropout): drops other elements on each rank of tp, though its input is the same there"),
     "dropout outside of any module": ("tp=2", by_hand(programs.dropped), "the program: drops other elements on each rank of tp, though its input is the same there"),
     "padding that is counted": ("dp=2 cp=2", by_hand(program, bug="padding"), "every gradient: all 16 are 0.9375 times the right one"),
@@ -130,7 +130,7 @@ def test_one_wrong_tensor_is_found_and_named_whatever_is_beside_it(fn, kind, lin
 
 # fmt: off
 REGIONS = {
-    "rows in the wrong order": ({"gates.weight": "(two f)@tp e"}, None, "the model (Region): its output is none of these: largest relative difference 3e-01"),
+    "rows in the wrong order": ({"gates.weight": "(two f)@tp e"}, None, "the model (Region): its output is different: largest relative difference 3e-01"),
     "a module inside": ({}, programs.Unreduced(12, 8, bias=False), "down (Unreduced): its output is pending over tp (its mean is right)"),
 }
 # fmt: on
@@ -147,10 +147,12 @@ def test_a_fault_inside_a_region_is_found_and_named(fault):
 def test_a_report_names_the_whole_and_then_the_first_thing_to_look_at():
     result = axes.verify(by_hand(program, bug="twice"), *tokens_and_labels(), mesh="dp=2 cp=2")
     assert str(result).splitlines() == [
-        "not the same function on 'dp=2 cp=2': 1 differences, the first to look at first",
+        "not the same function on 'dp=2 cp=2': 1 differences; start with the first",
         "  blocks.0.mlp.up.weight: its gradient is 2 times too large",
     ]
-    assert repr(result).startswith("<Verification: not the same function on 'dp=2 cp=2': 1 differences, the first")
+    assert repr(result).startswith(
+        "<Verification: not the same function on 'dp=2 cp=2': 1 differences; start with the first"
+    )
     first = result.differences[0]
     assert (first.name, first.what, first.axes) == ("blocks.0.mlp.up.weight", "gradient", ())
     assert round(first.factor, 6) == 2.0
@@ -261,21 +263,21 @@ TOLD = [
     (WHOLE, lambda d, t: -WHOLE, "-1 times the right one"),
     (WHOLE, lambda d, t: WHOLE * 1.25, "1.25 times the right one"),
     (WHOLE, lambda d, t: WHOLE * 0, "zero on every rank"),
-    (WHOLE, lambda d, t: WHOLE / 0, "none of these: largest relative difference inf"),
+    (WHOLE, lambda d, t: WHOLE / 0, "different: largest relative difference inf"),
     (WHOLE, lambda d, t: WHOLE[:5], "of shape [5, 4] where it should be [6, 4], or parts of that"),
-    (WHOLE, lambda d, t: WHOLE.chunk(2)[1 - t], "none of these"),
+    (WHOLE, lambda d, t: WHOLE.chunk(2)[1 - t], "different: "),
     (WHOLE, lambda d, t: ROWS[:, t], ""),  # of plain outputs the order of rows isn't compared
-    (WHOLE, lambda d, t: axes.from_local(ROWS[:, t], "a@tp b"), "none of these"),
-    (WHOLE, lambda d, t: axes.from_local(WHOLE.chunk(2)[1 - t], "a@tp b"), "none of these"),
-    (WHOLE, lambda d, t: axes.from_local((WHOLE, WHOLE.cos())[t], "a b | sum@tp"), "none of these"),
-    (WHOLE, lambda d, t: axes.from_local((WHOLE, WHOLE.cos())[t], "a b | mean@tp"), "none of these"),
+    (WHOLE, lambda d, t: axes.from_local(ROWS[:, t], "a@tp b"), "different: "),
+    (WHOLE, lambda d, t: axes.from_local(WHOLE.chunk(2)[1 - t], "a@tp b"), "different: "),
+    (WHOLE, lambda d, t: axes.from_local((WHOLE, WHOLE.cos())[t], "a b | sum@tp"), "different: "),
+    (WHOLE, lambda d, t: axes.from_local((WHOLE, WHOLE.cos())[t], "a b | mean@tp"), "different: "),
     (WHOLE, lambda d, t: axes.from_local((WHOLE + 0.1 * t * WHOLE.cos()).chunk(2)[d], "a@dp b"), "not the same on the ranks of tp, where it should be"),
     # any number is a multiple of a constant one
     (ONES, lambda d, t: ONES * (0.4, 0.438079)[t], "not the same on the ranks of tp, where it should be"),
-    (ONES, lambda d, t: ONES * 1.7, "none of these"),
+    (ONES, lambda d, t: ONES * 1.7, "different: "),
     (ONES, lambda d, t: ONES * (0.9, 1.1)[t], "pending over tp (its mean is right)"),
     (ONES, lambda d, t: ONES / 2, "2 times too small"),
-    (ONES, lambda d, t: ONES * 2 / 3, "none of these"),
+    (ONES, lambda d, t: ONES * 2 / 3, "different: "),
     (INTEGERS, lambda d, t: INTEGERS + 1 + t, "not the same on the ranks of tp, where it should be"),  # a sum that overflows is no multiple
 ]
 # fmt: on

@@ -286,16 +286,16 @@ class Found:
 
 # fmt: off
 PLANTED: dict[str, tuple[Planted, str]] = {
-    "ids beside a large loss": (lambda y, several: {"loss": large(y), "ids": torch.tensor([1, 2, 4 if several else 3])}, "output['ids']: none of these: largest relative difference 3e-01"),
-    "a large integer": (lambda y, several: (y.sum(), torch.tensor([10**9, 3 + several])), "output[1]: none of these: largest relative difference 1e-09"),
-    "a mask": (lambda y, several: {"loss": large(y), "mask": torch.tensor([True, not several])}, "output['mask']: none of these: largest relative difference 1e+00"),
+    "ids beside a large loss": (lambda y, several: {"loss": large(y), "ids": torch.tensor([1, 2, 4 if several else 3])}, "output['ids']: different: largest relative difference 3e-01"),
+    "a large integer": (lambda y, several: (y.sum(), torch.tensor([10**9, 3 + several])), "output[1]: different: largest relative difference 1e-09"),
+    "a mask": (lambda y, several: {"loss": large(y), "mask": torch.tensor([True, not several])}, "output['mask']: different: largest relative difference 1e+00"),
     "a flag": (lambda y, several: (y.sum(), torch.tensor(not several)), "output[1]: zero on every rank"),
     "a flag of one rank": (lambda y, several: (y.sum(), torch.tensor(not several or dist.get_rank() == 0)), "output[1]: not the same on the ranks of dp, where it should be"),
     "a number": (lambda y, several: (y.sum(), {"loss": y.square().mean().item() * (1 + several)}), "output[1]['loss']: 2 times too large over dp, as where a mean over dp is missing"),
     "in a dataclass": (lambda y, several: Found(y.sum(), y.detach().square() * (1 + several)), "output.squares: 2 times too large over dp, as where a mean over dp is missing"),
     "numbers that aren't there": (lambda y, several: y.detach().masked_fill(torch.arange(8) == 2, torch.nan) * (1 + several), "output: 2 times too large over dp, as where a mean over dp is missing"),
-    "what isn't finite": (lambda y, several: (y.sum(), y.detach().abs().log() if several else (y.detach() - 9).log()), "output[1]: none of these: largest relative difference inf"),
-    "a loss beside a count": (lambda y, several: {"loss": y.float().double().square().mean().detach() * (1.5 if several else 1), "n": 2.0**20}, "output['loss']: none of these: largest relative difference 5e-01"),
+    "what isn't finite": (lambda y, several: (y.sum(), y.detach().abs().log() if several else (y.detach() - 9).log()), "output[1]: different: largest relative difference inf"),
+    "a loss beside a count": (lambda y, several: {"loss": y.float().double().square().mean().detach() * (1.5 if several else 1), "n": 2.0**20}, "output['loss']: different: largest relative difference 5e-01"),
     "scores beside a mask": (lambda y, several: (y.detach() * (1 + 0.25 * several), torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)), "output[0]: 1.25 times the right one"),
     "an output of no name": (lambda y, several: {"y": y.detach(), **({"z": y.detach()} if several else {})}, "output['z']: there, though one device has none"),
 }

@@ -62,8 +62,8 @@ def load_safetensors(
 ) -> M:
     """Fill the parameters and persistent buffers of a module from safetensors files, as Hugging Face's are.
 
-    Each rank reads the parts of its own shards. Needs the package safetensors (`pip install
-    axes-torch[safetensors]`).
+    Each rank reads the parts of its own shards. Needs the package safetensors (`pip
+    install safetensors`).
 
     Args:
         module: A module that is sharded (`axes.shard_module`, `fully_shard`) or plain.

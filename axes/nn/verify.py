@@ -64,7 +64,7 @@ class Verification:
         if not count:
             same = f"the same but for {missed}," if missed else "the same function"
             return f"{same} on '{self.mesh}': {self.compared} outputs and gradients"
-        first = f"not the same function on '{self.mesh}': {count} differences, the first to look at first"
+        first = f"not the same function on '{self.mesh}': {count} differences; start with the first"
         lines = [first + (f" (not compared: {missed})" if missed else "")]
         lines += [f"  {difference}" for difference in self.differences[:SHOWN]]
         return "\n".join([*lines, *([f"  and {count - SHOWN} more"] if count > SHOWN else [])])

@@ -166,7 +166,7 @@ class _World:
             elif before and found.kind in ("none", "differs", "summed"):
                 last, pending = before[-1]
                 inner = next(each for each, _ in before if _module(each).startswith(_module(last)))
-                missing = f"an all-reduce over {words(pending.axes)} is missing after it"
+                missing = f"an all-reduce over {words(pending.axes)} is missing between them"
                 text = f"{pending.text}, and {name or 'the model'} after it is wrong: {missing}"
                 return [replace(pending, kind="missing", text=text, name=inner, what="module")]
             else:

@@ -295,7 +295,7 @@ def diagnosed(
     if apart and all(tuple(piece.shape or piece.local.shape) == whole.shape for piece in held.pieces.values()):
         text = f"not the same on the ranks of {words(apart)}, where it should be; no sum of theirs is right either"
         return Mismatch("differs", f"{text} ({about})", apart)
-    return Mismatch("none", f"none of these: {about}")
+    return Mismatch("none", f"different: {about}")
 
 
 def _pairs(

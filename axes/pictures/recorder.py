@@ -492,14 +492,14 @@ def listing_of_sent(title: str, sent: Sequence[tuple[Mapping[str, Any], str]]) -
 
     >>> one = {"kind": "all_gather", "axes": ["tp"], "bytes_in": 49152, "bytes_out": 49152, "time_us": 20.4}
     >>> listing_of_sent("forward", [(one, "of x"), (one, "of x")]).rows
-    (('2 x', 'all_gather', 'tp', '48.0 KiB', '20 us', 'of x'), ('in all 96.0 KiB in, 41 us',))
+    (('2 x', 'all_gather', 'tp', '48.0 KiB', '20 us', 'of x'), ('all together: 96.0 KiB in, 41 us',))
     """
     counts = Counter(_row(each, text) for each, text in sent)
     several = max(counts.values(), default=1) > 1
     rows: list[tuple[str, ...]] = [(*([f"{n} x" if n > 1 else ""] * several), *row) for row, n in counts.items()]
     if len(sent) > 1:
         received, time = (sum(each[name] for each, _ in sent) for name in ("bytes_in", "time_us"))
-        rows.append((f"in all {bytes_text(received)} in, {time_text(time)}",))
+        rows.append((f"all together: {bytes_text(received)} in, {time_text(time)}",))
     return Listing((), tuple(rows) or (("nothing is sent",),), title=title)
 
 

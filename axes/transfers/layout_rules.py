@@ -201,7 +201,7 @@ class LayoutRules:
                 if target in pieces:
                     raise ShardingError(
                         f"two tensors would be {shortened(target)}: {pieces[target][0].source} and {first.source}\n"
-                        "give one of them another name, or say {name: None} of the one that nobody needs"
+                        "give one of them another name, or add {name: None} for the one that nobody needs"
                     )
                 if self.keeps(target):
                     raise ShardingError(
@@ -215,7 +215,7 @@ class LayoutRules:
         """`ShardingError` with the rules that are about no tensor."""
         unused = [rule for at, rule in enumerate(self.rules) if at not in used and rule.left]
         idle = [rule for rule in unused if not any(name.endswith("?") for name in itertools.chain(*rule.names))]
-        lines = ["layout rules that are about no tensor (a '?' behind a name says that it needn't be there)"]
+        lines = ["layout rules that match no tensor (write a '?' after a name whose tensor may be missing)"]
         known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sources) if idle else {}
         for rule in idle[:_LINES]:
             firsts = [self._left.find(name) for name in sources if any(pattern.match(name) for pattern in rule.left)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import axes
 from axes.algebra.expressions import Recipe, gradient, recipe
-from axes.algebra.expressions.transpose import transposed
+from axes.algebra.expressions.transpose import cotangent, transposed
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, Step
 from axes.algebra.sharding import Sharding
@@ -190,13 +190,14 @@ def local_backward(found: Recipe) -> Iterator[tuple[Plan, str]]:
         one, two = source.at(shape), target.at(shape)
         arriving, middle, _ = transposed(one, two)
         made = axes.plan(replace(arriving, names=source.names), middle, shape, dtype=DTYPE)
-        yield made, "" if middle.dims == one.dims else "\n  then padded with zeros; the result is pending"
+        padded = f"\n  then each rank pads its part with zeros; the gradient is {cotangent(source).spec}"
+        yield made, "" if middle.dims == one.dims else padded
 
 
 def global_backward(found: Recipe) -> str:
     """How the gradients of DTensors come about, by how that of the result arrives."""
-    which = ["of operand"] if len(found.inputs) > 1 else []
-    head = ["the gradient arrives as", *which, "moves", "in, out per rank", "leaves as"]
+    which = ["for the gradient of operand"] if len(found.inputs) > 1 else []
+    head = ["the result's gradient arrives as", *which, "moves", "in, out per rank", "leaves as"]
     return table(head, (_gradient_row(found, i, way) for way in arrivals(found) for i in range(len(found.inputs))))
 
 
@@ -292,9 +293,9 @@ with axes.simulate(4):
 Therefore the same expression works with and without data parallelism. (A DTensor has no names for its dims: `spec_of`
 writes `_` for each dim.)
 
-**2. The left side is an assertion.** It must match the sharding of the tensor, and causes no communication but
-one: an axis at a name that is summed asks for the sum (rule 4). (A plain tensor doesn't know its sharding. For plain
-tensors the left side declares the sharding.)
+**2. The left side is an assertion.** It must match the sharding of the tensor. It causes no communication, with one
+exception: if a summed name has an axis on the left, the sum is carried out (rule 4). (A plain tensor doesn't know its
+sharding. For plain tensors the left side declares the sharding.)
 
 ```python
 with axes.simulate(4):
@@ -316,7 +317,7 @@ with axes.simulate(4):
 
 **4. No hidden pending reduction.** After a sum over a split dim each rank has one term of the result. The expression
 must say whether the result stays pending or the sum is carried out. (A reduction that is pending already, over an axis
-that the expression doesn't name, stays pending.) This one says neither:
+that the expression doesn't name, stays pending.) The next expression says neither:
 
 ```python
 with axes.simulate(4):
@@ -344,9 +345,9 @@ with axes.simulate(4):
 ## Stars, and specs without an arrow
 
 A `*` stands for all axes that split the dim in the tensor. Left of the arrow, `f@*` means that the sum over `f` is
-carried out, whatever axes split `f`. Right of the arrow, `s@(* tp)` splits `s` over its axes and then over `tp`. A
-name that has a `*` at one place keeps its axes where it has no `@`. So the code of a model needn't know the axes of
-the mesh:
+carried out, whatever axes split `f`. Right of the arrow, `s@(* tp)` splits `s` over its axes and then over `tp`. Rule 1
+has an exception: if a name has a `*` anywhere in the expression, it keeps its axes at every place where it has no `@`.
+So the code of a model needn't know the axes of the mesh:
 
 ```python
 with axes.simulate(4):
@@ -384,7 +385,8 @@ with axes.simulate(4):
 ```
 
 If the sizes differ, separate the tensors with `torch.split` in a *region*: a function that `axes.shard_map` runs on
-plain shards. The rows must be stored so that each rank has its part of every tensor:
+plain shards. The rows must be stored so that each rank has its part of every tensor. In the expression, `rest=12` and
+`q=8` give whole sizes. `q` is a new name: without its size, the ranks would exchange the sizes of their parts.
 
 ```python
 def heads(rows):                                         # each key head has two queries, a key and a value
@@ -410,4 +412,5 @@ Numbers of bytes are those of the busiest rank.
 Below each picture is the backward pass. In the *local view* every rank has its own loss, and the backward pass
 differentiates the sum of all losses. So the gradient of a replicated tensor is pending: each rank has one term. In
 the *global view* there is one loss and one gradient. This gradient may arrive in any sharding, and is reduced only
-when an operation needs it reduced. [Gradients](gradients.md) has results for all of these."""
+when an operation needs it reduced. If both operands of an einsum need it gathered or reduced, one collective serves
+both. [Gradients](gradients.md) has results for all of these."""

@@ -415,14 +415,17 @@ ROWS = (
     ),
     Row(
         "mean -> R",
-        "The collectives are those of P -> R. The value is divided by the number of ranks; in the local view so is the "
-        "gradient.",
+        "The collectives are those of P -> R. The value is divided by the number of ranks. In the local view the "
+        "gradient is divided, too. In the global view the gradient isn't divided: the value of a tensor with a pending "
+        "mean is the mean itself.",
         both("b s d | mean@tp -> b s d", R, P, S),
     ),
     Row(
         "max -> R",
-        "As in `torch.amax`, the gradient is divided equally among the elements that are equal to the maximum. One "
-        "all-reduce of the backward pass adds up the gradient, the other counts these elements over all ranks.",
+        "As in `torch.amax`, the gradient is divided equally among the elements that are equal to the maximum. The "
+        "gradient is computed on shards, also in the global view. There each rank has one term of the result's "
+        "gradient. So the backward pass has two all-reduces: one adds up the terms, the other counts these elements "
+        "over all ranks.",
         both("b s@tp d -> b d", "b d", "b d | sum@tp", "b d@tp", kind="reduce", op="max"),
     ),
     Row(
@@ -436,9 +439,9 @@ ROWS = (
     ),
     Row(
         "reduce over a split dim: pending; carried out",
-        "The gradient of a sum is copied to all elements of the sum. If the sum stays pending, each rank copies "
-        "the gradient that it has. If the sum is carried out, then in the local view the gradients of all ranks "
-        "are summed first.",
+        "The gradient of a sum is copied to all elements of the sum. If the sum stays pending, each rank has the "
+        "whole gradient of the sum and copies it. (In the global view, a pending gradient is reduced first.) If the "
+        "sum is carried out, then in the local view the gradients of all ranks are summed first.",
         both("b s@tp d -> b d | sum@tp", "b d", "b d | sum@tp", kind="reduce")
         + both("b s@tp d -> b d", "b d", "b d | sum@tp", kind="reduce"),
     ),
@@ -598,8 +601,9 @@ Over each axis a tensor is replicated (R), split (S) or pending (P; torch's `Par
 three states too, but often not the state of the tensor. Which state it has depends on the view.
 
 - **Global view**: DTensors. There is one tensor, one loss and one gradient. The gradient of a result may arrive in
-  any sharding. A gradient stays pending until an operation needs it reduced. The backward pass adds up all parts of a
-  leaf's gradient, and then reduces the sum once, to the sharding of the leaf.
+  any sharding. A gradient stays pending until an operation needs it reduced. If a leaf is used several times, the
+  backward pass adds up the gradients of all uses, and then reduces the sum once. The reduced gradient has the sharding
+  of the leaf, but is never pending.
 - **Local view**: plain tensors. Each rank has its own tensor and its own loss, and the backward pass differentiates
   the sum of all losses. So the gradient of a replicated tensor is pending: each rank has one term. The gradient of a
   pending tensor is replicated. `same` (I) declares a replicated tensor whose gradient isn't pending: every rank has
@@ -634,5 +638,6 @@ the leaf ("gradient comes as"), and the largest difference of any value or gradi
 - In the global view the backward collectives include the one that brings the gradient to the sharding of the leaf.
 - The rows of the local view were measured on DTensors: `axes.to_local` took the shards out, and `axes.from_local` put
   them back, both with `grad="summed"` (explained at the end of this page).
-- A permutation is shown as an all-to-all. The ranks communicate by gloo, so a planned reduce-scatter is an all-to-all
-  and a local sum."""
+- A permutation is shown as an all-to-all.
+- The ranks communicate by gloo. There, axes runs the reduce-scatter of a [plan](redistribution.md) as an all-to-all
+  and a local sum. Collectives by name, such as `axes.psum_scatter`, run gloo's own reduce-scatter."""

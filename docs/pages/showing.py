@@ -102,7 +102,7 @@ picture = axes.show(fused, (48, 8), rank=1)
 
 {SHOWN}
 
-<!-- svg show-factor: a dim of three times four heads, of which a rank has two of each three -->
+<!-- svg show-factor: a dim of three times four heads, of which a rank has two of each four -->
 
 Blocks on the same ranks have the same colour. Without a shape, `axes.show(sharding)` draws the picture for all shapes
 whose dims divide evenly.
@@ -143,8 +143,8 @@ picture = axes.show(move, rank=5)
 
 The first rows are those of `print(move)`. `received` counts the elements that ranks need and don't have. Tensors with
 the same specs share a row, such as `layers.0.up and 39 more` in the next picture. A row has the spec before the move,
-and the row below it (`->`) the spec after it. The last table has the buckets of one rank (`rank=`). The time is the
-sum over the buckets, estimated by the [cost model](redistribution.md).
+and the row below it (`->`) the spec after it. The last table has up to six buckets of one rank (`rank=`). The time is
+the sum over all buckets, estimated by the [cost model](redistribution.md).
 
 <!-- svg show-transfer: how much each of four ranks sends to each of four others -->
 

@@ -80,7 +80,7 @@ def transfer_picture() -> float:
 
 
 promised("`axes.explain` of an einsum", 0.02, operation)
-promised("`axes.explain` of a step of llama.py, and to make it", 5, step)
+promised("building llama.py, and `axes.explain` of its step", 5, step)
 promised("`axes.show` of a mesh of 65,536 ranks", 0.1, picture)
 promised("`axes.show` of a transfer of a trillion parameters, 1,024 ranks to 1,024", 1, transfer_picture)
 promised("`python -m axes explain` of llama.py on 16,384 ranks", 10, lock)

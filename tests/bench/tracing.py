@@ -62,7 +62,7 @@ def turned_off(name: str) -> Times:
 
 
 def register(name: str) -> None:
-    peer = "the same without, and 5 µs"
+    peer = "the same without a trace, plus 5 µs"
 
     @benchmark(f"`{name}` with a trace", peer=peer, bar=1, page=True)
     def on() -> Times:
