@@ -105,7 +105,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ('axes.rearrange(D("b s@tp", 8, 12), "b (h d)@tp -> b h@tp d", h=0)', "SizeError", "the size of 'h' is a whole number from 1 to 281474976710656; found 0"),
     ('axes.rearrange(D("b s@tp", 8, 12), "b (h@tp d)@cp -> b h d", h=2)', "ExpressionError", "a group has '@' inside or outside, not both\n  b (h@tp d)@cp -> b h d\n    ^^^^^^^^^^^"),
     ('axes.rearrange(D("b s@tp", 8, 12), "b (h (k d))@tp -> b h k d", h=2)', "ExpressionError", "expected ')': groups don't nest, found '('\n  b (h (k d))@tp -> b h k d\n       ^"),
-    ('axes.rearrange(D("b s@tp", 8, 12), "b s@[tp] -> b s")', "ExpressionError", "'[' is reserved\n  b s@[tp] -> b s\n      ^"),
+    ('axes.rearrange(D("b s@tp", 8, 12), "b s@[tp] -> b s")', "ExpressionError", "'[' is reserved; write ( )\n  b s@[tp] -> b s\n      ^"),
     ('axes.rearrange(D("b s@tp", 8, 12), "b 2s@tp -> b s")', "ExpressionError", "a name doesn't start with a digit\n  b 2s@tp -> b s\n    ^^"),
     ('axes.rearrange(D("b s@tp", 8, 12), "b _@tp -> b _")', "ExpressionError", "'_' stands in specs only; rearrange needs a name\n  b _@tp -> b _\n    ^^^^"),
     ('axes.rearrange(D("b s@tp", 8, 12), "...@tp -> ...")', "ExpressionError", "'...' stands for dims that keep their split; name the dim that is split\n  ...@tp -> ...\n  ^^^^^^"),

@@ -27,6 +27,8 @@ DECLARATIONS = (
     ("dp.tp", "  ^", "'.' has no meaning here"),
     ("dp ~", "   ^", "'~' is reserved"),
     ("dp;tp", "  ^", "';' is reserved"),
+    ("dp:2", "  ^", "':' is reserved; a size is written h=8"),
+    ("[dp tp]", "^", "'[' is reserved; write ( )"),
     ("dp tp h²", "      ^^", "a name is an identifier of Python: letters, digits and underscores"),
     ("dp µ", "   ^", "letters, digits and underscores; write 'μ'"),
 )
@@ -197,7 +199,7 @@ SHARDINGS = (
     *((f"mesh.sharding('b@dp').local_indices((4,), {rank})", "MeshError", "a rank is a whole number from 0; found") for rank in (-1, 10**30)),
     *((f"{mesh}.sharding({spec!r}).placements", "ShardingError", said) for mesh, spec, said in (
         ("axes.Mesh('dp=4 tp=2', '(dp) = a b', a=2)", "s@a t@b", "'a' isn't a product of whole axes of Mesh('dp=4 tp=2'), so DTensor can't express it"),
-        ("axes.Mesh('dp=2 tp=8', '(tp) = a b c', a=2, b=2)", "s@b", "use the sub-mesh that has these axes, like mesh['dp', 'tp']"),
+        ("axes.Mesh('dp=2 tp=8', '(tp) = a b c', a=2, b=2)", "s@b", "use a sub-mesh that has these axes: mesh['b']"),
         (M, "(qkv h@tp d=2)", "DTensor needs the sizes of the factors in front of 'tp' in (qkv h@tp d=2); write them: qkv=... h=..."),
         (M, "(qkv=3 h@(dp tp) d)", "two axes on a dim with an unsplit factor in front; make the factor in front a dim of its own"),
         (M, "s@(cp dp) (qkv=3 h@tp d=2)", "DTensor can't gather s@(cp dp), whose axes aren't in the mesh's order, beside (qkv=3 h@tp d=2)"),

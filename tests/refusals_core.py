@@ -101,6 +101,7 @@ FUNCTIONS = (
     ("axes.rms_norm(L(3, 4), 'b d', over='d', eps=L(3, 4))", "ShardingError", "rms_norm's eps is a number from 0, like 1e-6; found tensor("),
     ("axes.layer_norm(L(3, 4), 'b d', over='d', eps=None)", "ShardingError", "layer_norm's eps is a number from 0, like 1e-5; found None"),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', z_loss=-1)", "ShardingError", "z_loss is a number from 0, like 1e-4; found -1"),
+    ("axes.cross_entropy(D('b@dp v@tp', 4, 8), L(4).long(), 'b@dp v@tp, b@dp -> ', v=9)", "SizeError", "'v' is 8 in the tensor of shape [4, 8], and 9 is given"),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', weight=L(3))", "SizeError", "cross_entropy: 'v' is 4 and 3"),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', weight={IDS})", "ShardingError", "cross_entropy is of floats; found torch.int64"),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', reduction='none')", "ShardingError", "reduction is 'mean' or"),

@@ -219,6 +219,7 @@ _TOKEN = re.compile(
     r"|(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<sign>[()@|,=*+])"
 )
 _RESERVED = "~<>[]:;"
+_INSTEAD = {":": "; a size is written h=8", ">": "; the arrow is ->", "[": "; write ( )", "]": "; write ( )"}
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -241,7 +242,7 @@ def _tokens(text: str) -> list[_Token]:
             found.append(_Token(word if kind == "sign" or word == "_" else kind, word, start, stop))
     if at < len(text):
         why = "is reserved" if text[at] in _RESERVED else "has no meaning here"
-        raise ExpressionError(f"{shortened(text[at])} {why}", text, at)
+        raise ExpressionError(f"{shortened(text[at])} {why}{_INSTEAD.get(text[at], '')}", text, at)
     found.append(_Token("end", "", len(text), len(text)))
     return found
 

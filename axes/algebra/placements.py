@@ -130,9 +130,10 @@ def _whole(mesh: Mesh, layouts: Sequence[Layout], found: list[str] | None) -> li
     (`Mesh.made_of`).
     """
     if found is None:
+        names = list(map(mesh.called, layouts))
         raise ShardingError(
-            f"'{' '.join(map(mesh.called, layouts))}' isn't a product of whole axes of {mesh!r}, so DTensor can't "
-            "express it; use the sub-mesh that has these axes, like mesh['dp', 'tp']"
+            f"'{' '.join(names)}' isn't a product of whole axes of {mesh!r}, so DTensor can't express it; use a "
+            f"sub-mesh that has these axes: mesh[{', '.join(map(repr, names))}]"
         )
     return found
 

@@ -677,9 +677,14 @@ def _wholes(worked: Sequence[Worked], x: torch.Tensor, sizes: Mapping[str, int])
     """The whole sizes of dims, None where a plain tensor leaves them open."""
     names = [each.name for each in worked]
     given = checked_sizes(sizes, names, "isn't a dim that the function works over")
-    if isinstance(x, DTensor):  # what has other dims than its spec is refused later
-        return tuple([x.shape[each.dim] if -x.ndim <= each.dim < x.ndim else None for each in worked])
-    return tuple([given.get(name) for name in names])
+    if not isinstance(x, DTensor):
+        return tuple([given.get(name) for name in names])
+    # A tensor that has other dims than its spec is refused later.
+    wholes = [x.shape[each.dim] if -x.ndim <= each.dim < x.ndim else None for each in worked]
+    for name, whole in zip(names, wholes, strict=True):
+        if whole is not None and given.get(name, whole) != whole:
+            raise SizeError(f"'{name}' is {whole} in the tensor of shape {list(x.shape)}, and {given[name]} is given")
+    return tuple(wholes)
 
 
 def _part(worked: Worked, x: torch.Tensor, whole: int | None) -> tuple[int | torch.Tensor, int | torch.Tensor]:

@@ -133,6 +133,8 @@ def init_mesh(
                 )
             )
         except SizeError as error:
+            if f"the {world.size} rank" not in str(error):
+                raise
             raise SizeError(
                 f"{error}\nthis job has {world.size} of them; start as many as the mesh needs: torchrun "
                 "--nproc-per-node N ..., axes.launch(fn, N), or try it in one process with axes.simulate(N)"
