@@ -295,3 +295,21 @@ def test_each_of_many_tensors_is_told_what_it_is_instead():
         told = found.get(name := f"output[{at}]", "")
         with case(f"{told!r}, which is {text!r}"):
             assert told.startswith(f"{name}: {text}") if text else not told
+
+
+class Gated(nn.Module):
+    """Two products of the same input, multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(x) * self.up(x)
+
+
+def test_an_error_inside_a_module_says_which_and_how_its_parameters_are_sharded():
+    region = axes.shard_map(nn.Sequential(Gated()), "b d -> b f@tp")
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        axes.verify(region, torch.ones(2, 4), mesh="tp=2", specs={"*.gate.weight": "f@tp d", "*.up.weight": "f d"})
+    assert "in 0 (Gated); parameters: gate.weight '_@tp _', up.weight '_ _'" in "\n".join(caught.value.__notes__)

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from axes import AxesError, Mesh, Rules, destroy_process_groups, init_mesh, shard, sharding_of, use_rules
+from axes import AxesError, Mesh, Rules, destroy_process_groups, init_mesh, shard, sharding_of, spec_of, use_rules
 from axes.extension import dtensor, local, read, torch_private
 from axes.nn.shard_module import shard_module
 from axes.nn.verify_diagnosis import TRUTH, Piece, elements_at, is_rounded
@@ -318,10 +318,15 @@ class _Watch(TorchFunctionMode):
         self._handles[0] = register_module_forward_pre_hook(self._before)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self.running:
+            module = self.running[-1]
+            path = next((name for name, each in _modules(self.roots[-1]) if each is module), "") or "the model"
+            held = [f"{name} '{spec_of(x)}'" for name, x in module.named_parameters() if isinstance(x, DTensor)]
+            error.add_note(f"in {path} ({type(module).__name__}); parameters: {', '.join(held[:8]) or 'none'}")
         for handle in self._handles.values():
             handle.remove()
-        super().__exit__(*error)
+        super().__exit__(kind, error, trace)
 
     def _before(self, module: torch.nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
