@@ -306,7 +306,7 @@ GROUPS = (
     )),
     *((f"axes.GroupOptions(timeout={wrong})", "MeshError", "positive timedelta or number of seconds") for wrong in ("0", "-1", "True", "'5'", "float('nan')", "[]")),
     *((f"axes.init_mesh('dp', device_type='cpu', ranks={ranks})", "MeshError", said) for ranks, said in (("[7, 8]", "world has 8 ranks"), ("[7, 7]", "more than once"), ("7", "sequence of distinct integers"))),
-    ("axes.Mesh('dp=2').abort()", "MeshError", "algebra alone"),
+    ("axes.Mesh('dp=2').abort()", "MeshError", "has no processes"),
     ("axes.Mesh.from_device_mesh(torch.ones(2))", "MeshError", "found Tensor"),
     *((f"axes.simulate({world}).__enter__()", "AxesError", said) for world, said in (("0", "1 to 4,194,304 ranks, a whole number; found 0"), ("10**12", "found 1000000000000"), ("8.0", "found 8.0"), ("True", "found True"), ("8, 8", "ranks 0 to 7, whole numbers; found 8"), ("8, -1", "found -1"), ("8, None", "found None"))),
 )  # fmt: skip

@@ -13,7 +13,7 @@ def told(program: str, error: str, cases: Sequence[tuple[str, str]]) -> list[tup
 COLLECTIVES = (
     ("psum(L(6, 4), ('tp', 'cp', 'tp'))", "MeshError", "found 'tp' twice"),
     ("psum(L(6, 4), ['tp'])", "MeshError", "an axis is a name like 'tp', or several like ('cp', 'tp'); found ['tp']"),
-    ("psum(L(6, 4), 'tp', mesh=axes.Mesh('tp=2'))", "MeshError", "is algebra alone. Make it with axes.init_mesh(...)"),
+    ("psum(L(6, 4), 'tp', mesh=axes.Mesh('tp=2'))", "MeshError", "this one has no processes. Make it with axes.init_mesh(...)"),
     ("psum(L(6, 4), 'tp', mesh='tp')", "MeshError", "axes are looked up in an axes mesh; found str"),
     ("psum([1.0], 'tp')", "ShardingError", "psum takes a tensor; found list"),
     ("psum(L(6, 4).to_sparse(), 'tp')", "ShardingError", "psum takes a dense tensor; found one of layout torch.sparse"),
@@ -129,7 +129,7 @@ DROPPED = (
     ("axes.nn.dropout(L(3), 0.1, 's', seed=0.5)", "ShardingError", "seed is a whole number of at most 64 bits; found"),
     ("axes.nn.dropout([1.0], 0.1, 's')", "ShardingError", "takes a tensor; found list"),
     ("axes.from_local(L(3), 's@tp', mesh=axes.Mesh('tp=2'))", "MeshError", "axes.from_local 's@tp' needs a mesh that is bound to torch.distributed"),
-    ("axes.nn.dropout(L(3), 0.1, 's@tp', mesh=axes.Mesh('tp=2'))", "MeshError", "is algebra alone"),
+    ("axes.nn.dropout(L(3), 0.1, 's@tp', mesh=axes.Mesh('tp=2'))", "MeshError", "has no processes"),
     ("torch.func.grad(lambda x: axes.nn.dropout(x, 0.5, 's').sum())(L(3))", "ShardingError", "inside a transform"),
 )
 
@@ -158,7 +158,7 @@ MOVED = (
     ("axes.reshard(L(4), 'n@tp')", "ShardingError", "write both sides"),
     ("axes.reshard(L(4, 4), 'm n -> n m')", "ExpressionError", "axes.rearrange"),
     ("axes.reshard([1.0], 'n -> n')", "ShardingError", "takes a tensor"),
-    ("axes.reshard(D('n', 4), axes.Mesh('a=2 b=4').sharding('n@a'))", "MeshError", "algebra alone"),
+    ("axes.reshard(D('n', 4), axes.Mesh('a=2 b=4').sharding('n@a'))", "MeshError", "has no processes"),
     ("axes.reshard(D('n', 4), mesh.sharding('n@dp'), mesh=mesh['dp'])", "MeshError", "leave out mesh="),
     ("other = axes.init_mesh('tp=2 cp=2 dp=2', device_type='cpu'); x = D('n', 4)\nwith other: axes.reshard(x, 'n@dp')", "MeshError", "on which the tensor is, and other ranks on"),
     ("axes.reshard(D('n', 5), 'n@(tp cp)')", "ShardingError", "DTensor"),
@@ -211,9 +211,9 @@ CROSSED = (
     (
         X + "axes.from_local(x, 'b@(dp cp) d')",
         "ShardingError",
-        "replicated over 'tp' (2 ranks). Its copies are used\n  - by every rank in the same way",
+        "replicated over 'tp' (2 ranks). Say how the ranks use their copies:\n  - all in the same way",
         'grad="whole"',
-        "by each rank in its own way, so that the gradients add up:",
+        "each in its own way, so that the gradients add up:",
         'grad="summed"',
         "'b@(dp cp) d | same@tp'",
     ),

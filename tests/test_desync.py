@@ -529,7 +529,7 @@ def failed_apart() -> list[str]:
 
 def test_a_failure_of_one_rank_alone_isnt_counted_at_the_next_one(world):
     for rank, (alone, common) in enumerate(world(failed_apart, 4)):
-        assert ("\n  rank 2 didn't come to the report of the failed psum over 'dp' of [1] float32" in alone) == (
+        assert ("\n  rank 2 didn't come to the roll call after the failed psum over 'dp' of [1] float32" in alone) == (
             rank == 0
         )
         assert "psum over 'dp' of [1] float32 failed on rank" in common

@@ -415,7 +415,7 @@ class Mesh(providers.Pictured):
         """The runtime, for what only the process that the mesh is seen from can have."""
         if self.binding is None:
             raise MeshError(
-                f"{what} needs a mesh that is bound to torch.distributed; this one is algebra alone. "
+                f"{what} needs a mesh that is bound to torch.distributed; this one has no processes. "
                 "Make it with axes.init_mesh(...)"
             )
         runtime = providers.module("runtime", what)

@@ -216,12 +216,12 @@ def _question(mesh: Mesh, axes: Sequence[str], call: str, spec: str) -> str:
     """What to write for each of the ways in which ranks use their copies."""
     over = " and ".join(f"'{axis}' ({mesh.layout(axis).size} ranks)" for axis in axes)
     place = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
-    return f"""{call.split("(")[0]}: the tensor needs a gradient and is replicated over {over}. Its copies are used
-  - by every rank in the same way, so that each has the whole gradient, as torch's own to_local and from_local take it:
+    return f"""{call.split("(")[0]}: the tensor needs a gradient and is replicated over {over}. Say how the ranks use their copies:
+  - all in the same way, so that each rank has the whole gradient (torch's own to_local and from_local assume this):
       {call}, grad="whole")
-  - by each rank in its own way, so that the gradients add up:
+  - each in its own way, so that the gradients add up:
       {call}, grad="summed")
-Write which it is. If the gradient is whole over only some of the axes, name these after same@ in the spec, as in
+If the gradient is whole over only some of the axes, pass a spec that names these axes after same@:
       '{spec} {"" if "|" in spec else "| "}same@{place}'"""
 
 

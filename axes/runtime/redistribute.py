@@ -147,7 +147,7 @@ def check_takes_part(source: Sharding, target: Sharding) -> None:
     meshes = source.mesh, target.mesh
     for mesh in meshes:
         if mesh.binding is None:
-            raise MeshError(f"{mesh!r} is algebra alone; data moves on a mesh made with axes.init_mesh(...)")
+            raise MeshError(f"{mesh!r} has no processes; data moves on a mesh made with axes.init_mesh(...)")
     world = current_world()
     if all(mesh.universe.position(world.rank) is None for mesh in meshes):
         raise ShardingError(
