@@ -98,7 +98,7 @@ MESHES = (
     ("mesh[0]", "MeshError", "a mesh is indexed by one or more axis names; found 0"),
     (f"{M}['fsdp', 'cp']", "MeshError", "axes 'fsdp' (4:2) and 'cp' (2:2) share ranks"),
     (f"{CUT}['a', 'c']", "MeshError", "axes 'a' (2:3) and 'c' (3:2) share ranks"),
-    (f"{CUT}['a', 'd']", "MeshError", "from factorizations that have no common digits: 2:3, 2:1"),
+    (f"{CUT}['a', 'd']", "MeshError", "can't be in one mesh, since their layouts have no common digits: 2:3, 2:1"),
     ("axes.Mesh('dp=2 tp=2').at(9)['tp'].ranks", "MeshError", "isn't in any of the meshes of", "mesh.at(rank)"),
     ("axes.Mesh('dp=2 tp=2', 'y = x', 'x = dp tp')", "ExpressionError", "isn't known"),
     ("axes.Mesh('dp=8').define('y = dp=2')", "MeshError", "'dp' has size 8 in the mesh; found dp=2"),

@@ -26,7 +26,7 @@ ROWS = (
     (f"{TRANSFER}, h=2)", "SizeError", "a size is given for 'h'"),
     (f"{TRANSFER}, dtype={{'b': 'float32'}})", "ShardingError", "'b' of dtype= matches no target"),
     (f"{TRANSFER}).at(1.5)", "MeshError", "a rank is a whole number"),
-    ("m = axes.Mesh('x=2'); axes.transfer({'a': 'd'}, {'a': 'd'}, m, m, {'a': (2,)})({})", "MeshError", "has no processes"),
+    ("m = axes.Mesh('x=2'); axes.transfer({'a': 'd'}, {'a': 'd'}, m, m, {'a': (2,)})({})", "MeshError", "have no processes"),
     # by layout rules
     (f"{RULES}{{'a': 'c'}})", "ShardingError", "targets lack 'c', which sources become"),
     ("axes.transfer({'a': 'd'}, {'b': 'd', 'c': 'd'}, mesh, mesh, {'a': (4,)}, rules={'a': 'b'})", "ShardingError", "no source becomes 'c' of targets"),

@@ -13,7 +13,11 @@ def told(program: str, error: str, cases: Sequence[tuple[str, str]]) -> list[tup
 COLLECTIVES = (
     ("psum(L(6, 4), ('tp', 'cp', 'tp'))", "MeshError", "found 'tp' twice"),
     ("psum(L(6, 4), ['tp'])", "MeshError", "an axis is a name like 'tp', or several like ('cp', 'tp'); found ['tp']"),
-    ("psum(L(6, 4), 'tp', mesh=axes.Mesh('tp=2'))", "MeshError", "this one has no processes. Make it with axes.init_mesh(...)"),
+    (
+        "psum(L(6, 4), 'tp', mesh=axes.Mesh('tp=2'))",
+        "MeshError",
+        "this one has no processes. Make it with axes.init_mesh(...)",
+    ),
     ("psum(L(6, 4), 'tp', mesh='tp')", "MeshError", "axes are looked up in an axes mesh; found str"),
     ("psum([1.0], 'tp')", "ShardingError", "psum takes a tensor; found list"),
     ("psum(L(6, 4).to_sparse(), 'tp')", "ShardingError", "psum takes a dense tensor; found one of layout torch.sparse"),
@@ -211,7 +215,7 @@ CROSSED = (
     (
         X + "axes.from_local(x, 'b@(dp cp) d')",
         "ShardingError",
-        "replicated over 'tp' (2 ranks). Say how the ranks use their copies:\n  - all in the same way",
+        "replicated over 'tp' (2 ranks).\nSay how the ranks use their copies:\n  - all in the same way",
         'grad="whole"',
         "each in its own way, so that the gradients add up:",
         'grad="summed"',

@@ -529,7 +529,7 @@ def failed_apart() -> list[str]:
 
 def test_a_failure_of_one_rank_alone_isnt_counted_at_the_next_one(world):
     for rank, (alone, common) in enumerate(world(failed_apart, 4)):
-        assert ("\n  rank 2 didn't come to the roll call after the failed psum over 'dp' of [1] float32" in alone) == (
+        assert ("\n  rank 2 didn't come to the roll call after psum over 'dp' of [1] float32 failed" in alone) == (
             rank == 0
         )
         assert "psum over 'dp' of [1] float32 failed on rank" in common
@@ -551,7 +551,7 @@ def not_connected() -> str:
 def test_a_rank_that_fails_to_connect_after_the_others_is_told_its_own_error(world):
     for rank, said in enumerate(world(not_connected, 4)):
         assert f"failed on rank {rank}, in connecting: refused on {rank}" in said
-        assert ("rank 3 didn't come to the report" in said) == (rank != 3), said
+        assert ("rank 3 didn't come to the roll call" in said) == (rank != 3), said
 
 
 def waiting() -> tuple[list[str], int]:

@@ -155,6 +155,20 @@ def test_collectives_by_name_and_what_is_computed_once_more_have_their_lines(wor
     assert found[0]["what"] == "psum over 'tp' of [4] float32"
 
 
+def test_a_step_may_run_backward_itself_and_return_its_loss(world):
+    net = axes.shard_module(Net(), {"up.weight": "f@tp d"}, world)
+
+    def step(returns: bool) -> torch.Tensor | None:
+        loss = net(axes.shard(torch.ones(8, 4), "b@dp d", mesh=world)).square().sum()
+        loss.backward()
+        return loss if returns else None
+
+    net.zero_grad()
+    first, second = (axes.explain(step, returns, mesh=world).json()["collectives"] for returns in (False, True))
+    assert first == second
+    assert "backward" in {each["phase"] for each in first}
+
+
 def test_gradients_and_random_numbers_are_as_before_and_nothing_listens_any_more(world):
     net = axes.shard_module(Net(), {"up.weight": "f@tp d"}, world["tp"])
     kept = net.up.weight.grad = torch.zeros_like(net.up.weight)

@@ -87,6 +87,6 @@ def test_what_is_said_about_versions_extras_and_processes_is_so():
     python = PROJECT["requires-python"].removeprefix(">=")
     (torch,) = [need.partition(">=")[2] for need in PROJECT["dependencies"] if need.startswith("torch")]
     assert f"Python {python} or later" in " ".join(PAGE.split())
-    assert f"Python {python} and torch {torch} or later" in README
+    assert f"Python {python} or later, and torch {torch} or later" in README
     assert f"python{python} -m venv" in PAGE
     assert "\npip install .\n" in PAGE, "without extras"

@@ -300,7 +300,17 @@ def test_traces_that_dont_match_are_said(tmp_path):
     texts = {0: log(0, [("psum", (0, 1), 0, 5), ("pmax", (0, 1), 9, 5)]), 1: log(1, [("psum", (0, 1), 0, 5)] * 2)}
     job = job_of(tmp_path, texts)
     assert len(job.together) == 1
-    assert "don't match from here on: rank 0 pmax over 'x'; rank 1 psum over 'x'" in " ".join(
+    assert "ranks of a group differ here for the first time: rank 0 pmax over 'x'; rank 1 psum over 'x'" in " ".join(
+        str(job.explanation()).split()
+    )
+
+
+def test_a_collective_that_ranks_call_from_other_lines_is_said_since_one_may_have_skipped_a_call(tmp_path):
+    texts = {rank: log(rank, [("psum", (0, 1), 0, 5)] * 2) for rank in (0, 1)}
+    lines = texts[1].rpartition('"place": ""')
+    job = job_of(tmp_path, texts | {1: f'{lines[0]}"place": "t.py:30 in step"{lines[2]}'})
+    assert len(job.together) == 2
+    assert "here for the first time: rank 0 psum over 'x'; rank 1 psum over 'x', at t.py:30 in step" in " ".join(
         str(job.explanation()).split()
     )
 

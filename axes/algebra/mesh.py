@@ -763,7 +763,7 @@ def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
                     f"axes '{one}' ({layout}) and '{two}' ({other}) share ranks; a mesh has axes that don't overlap"
                 ) from None
         raise MeshError(
-            f"axes {', '.join(names)} come from factorizations that have no common digits: "
+            f"axes {', '.join(names)} can't be in one mesh, since their layouts have no common digits: "
             f"{', '.join(map(str, layouts))}"
         ) from None
 

@@ -31,7 +31,8 @@ _SHOWN = 16
 """Lines of an error that there could be one of for each two ranks."""
 _ADVICE = (
     "All ranks of a mesh call the same operations on the same tensors, in the same order. Look for a branch that "
-    "depends on the rank or on its data, and for loops of different lengths"
+    "depends on the rank or on its data, and for loops of different lengths. A rank that doesn't come may also be "
+    "slow, or wait in a call of torch.distributed, which the check doesn't see"
 )
 
 

@@ -573,7 +573,7 @@ def _three_named(what: str, expression: str, shape: str) -> Specs:
         if _name(dim) in (None, "..."):
             raise ExpressionError(f"{what} needs a name for each dim", expression, *dim.span)
     if any(spec.pending for spec in specs[:2]):
-        _wrong(expression, f"{what} can't take what is pending; resolve it before")
+        _wrong(expression, f"{what} takes no '|' on the left; resolve what is pending before")
     return specs
 
 

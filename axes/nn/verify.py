@@ -115,7 +115,8 @@ def verify(
         specs: As in `axes.shard_module`.
         rules: As in `axes.shard_module`.
         reference: What runs on one device, if it isn't the program: a function, or a plain module with parameters of
-            the same names.
+            the same names. If the program makes its parameters from a seed, the reference is a function that makes
+            them from the same seed: the run is in double precision, in which a seed gives other numbers.
         rtol: The largest relative difference; by default it follows from the dtype. A program that computes a part
             in float32 where nobody can see it, as by FSDP2's `MixedPrecisionPolicy`, needs a larger one.
         atol: The largest absolute difference; by default it follows from the largest tensor of the same kind.

@@ -243,8 +243,8 @@ class Mismatch:
 _BEGINNINGS = {
     "module": "its output is ",
     "gradient": "its gradient is ",
-    "value": "its value, before anything was trained, isn't the one device's (give both the same, by one seed or parts "
-    "of one tensor). It is ",
+    "value": "its value, before anything was trained, isn't the one device's (give both the same: parts of one "
+    "tensor, or functions that seed both). It is ",
     "stepped": "its value began right, and after the program is ",
 }
 

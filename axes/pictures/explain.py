@@ -110,7 +110,7 @@ def explain(
           all_gather  tp  48.0 KiB  20 us  result
         backward, of DTensors: the result's gradient is sharded as the result
           nothing is sent
-        backward, of plain shards: gradients of the sum of all ranks' losses
+        backward, of plain shards: the loss is the sum of all ranks' losses
           reduce_scatter  tp  48.0 KiB  20 us  gradient
         >>> def step():
         ...     x = axes.ones("b@tp d", b=8, d=4).requires_grad_()
@@ -334,7 +334,7 @@ def _explained(subject: Recipe, alone: bool, dtype: str) -> Explanation:
 _TITLES = {
     "communication": "communication",
     "backward": "backward, of DTensors: the result's gradient is sharded as the result",
-    "backward_of_shards": "backward, of plain shards: gradients of the sum of all ranks' losses",
+    "backward_of_shards": "backward, of plain shards: the loss is the sum of all ranks' losses",
 }
 
 

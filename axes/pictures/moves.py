@@ -94,8 +94,7 @@ def trace(made: Plan) -> list[Scene]:
 
 def _shared(tile: Tile, parts: Iterable[Part]) -> list[Part]:
     """What lies in a tile of these parts."""
-    found = [(intersection(tile, part), origins) for part, origins in parts]
-    return [each for each in found if volume(each[0])]
+    return [(both, origins) for part, origins in parts if volume(both := intersection(tile, part))]
 
 
 def _reduced(one: list[Part], two: list[Part]) -> list[Part]:
@@ -195,9 +194,8 @@ def sheet_of_plan(made: Plan, room: Room) -> Sheet:
 
 def _held(state: Sharding, made: Plan) -> str:
     """The shape that this rank has of the tensor."""
-    if state.universe.position(made.rank) is None:
-        return "nothing"
-    return " x ".join(map(str, state.local_shape(made.shape, made.rank))) or "one number"
+    is_outside = state.universe.position(made.rank) is None
+    return "nothing" if is_outside else " x ".join(map(str, state.local_shape(made.shape, made.rank))) or "one number"
 
 
 def _step(made: Plan, number: int, step: Step, room: Room) -> Iterator[Panel]:

@@ -401,7 +401,13 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
         stack.enter_context(register_module_forward_pre_hook(recorder.entered))
         stack.enter_context(register_module_forward_hook(recorder.left, always_call=True))
         with listen(recorder.hear), recorder:
-            _backward(step(*inputs))
+            returned, forward = step(*inputs), len(recorder.collectives)
+            try:
+                _backward(returned)
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                del recorder.collectives[forward:]  # the step has been through the graph itself
         return _explanation(_name_of(step), recorder.collectives, around, recorder.exact)
 
 

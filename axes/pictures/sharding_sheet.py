@@ -65,8 +65,9 @@ def sheet_of_sharding(
 ) -> Sheet:
     """The picture of a sharding, seen from a rank (the mesh's by default). Without a shape, a dim is so many parts."""
     blocks = Blocks(sharding, None if shape is None else tuple(shape), sharding.mesh.rank if rank is None else rank)
-    title = (str(sharding) or "a scalar") + ("" if shape is None else f"     {list(shape)}")
-    title += f" {dtype}" if dtype is not None else ""
+    title = (
+        (str(sharding) or "a scalar") + ("" if shape is None else f"     {list(shape)}") + f" {dtype or ''}".rstrip()
+    )
     where, listing, remarks = _where(blocks, dtype), _dims(blocks), tuple(_remarks(blocks))
     board = _board(blocks, room, room.height - 5 - len(listing.rows) - len(remarks))
     summary = f"The blocks of a tensor sharded as {title}, and the ranks that hold each. {where}."

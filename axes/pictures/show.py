@@ -125,8 +125,7 @@ def as_written(text: str, facts: Mapping[str, Any], wrong: str = "") -> Explanat
 
 def explained_transfer(move: Transfer, rank: int | None = None) -> Explanation:
     """A transfer, seen from a rank."""
-    of = f"the transfer: {short_ranks(move.ranks, NAMES)}"
-    seen = move.at(seen_rank(rank, of, move.ranks, lambda: move.rank))
+    seen = move.at(seen_rank(rank, f"the transfer: {short_ranks(move.ranks, NAMES)}", move.ranks, lambda: move.rank))
     return Explanation(partial(sheet_of_transfer, seen), facts_of_transfer(seen))
 
 
@@ -138,9 +137,14 @@ def explained_mesh(facts: Mapping[str, Any]) -> Explanation:
 
 def _operation_text(operation: Mapping[str, Any]) -> str:
     before, after = (", ".join(map(" ".join, operation[side].items())) for side in ("before", "after"))
-    if operation["kind"] == "permute":
-        return f"permute  {' '.join(operation['after'])}"
-    return f"{operation['kind']:<8} {before}  ->  {after}" if before else f"{operation['kind']:<8} {after}"
+    said = (
+        " ".join(operation["after"])
+        if operation["kind"] == "permute"
+        else f"{before}  ->  {after}"
+        if before
+        else after
+    )
+    return f"{operation['kind']:<8} {said}"
 
 
 def show(

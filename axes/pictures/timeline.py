@@ -152,8 +152,7 @@ _NOT_OURS = "this isn't a trace of axes; those are the files that AXES_TRACE=tra
 
 def _named(what: str, op: Mapping[str, Any]) -> str:
     """The operation, with the step of its plan."""
-    step, steps = op["step"]
-    part = f" (step {step} of {steps})" if steps > 1 else ""
+    part = " (step {} of {})".format(*op["step"]) if op["step"][1] > 1 else ""
     return f"{'' if op['kind'] == what.split(' ')[0] else op['kind'] + ' of '}{what}{part}"
 
 
@@ -169,11 +168,11 @@ class Timeline:
 
     left_out: the files that don't say whose they are. events: everything that was recorded, by rank, in its order
     there. start: the time of day at which an event was issued, by the clock of its machine. together: the collectives
-    in which ranks waited for one another, in order of time, each as its events in the order in which they came; unlike:
-    of each group the first one that isn't the same on all ranks, since the traces began at different times. waits: how
-    long an event waited for the last rank to come. causes: by rank for whom it waited how long, in the end. span: from
-    the first event to the end of the last one. open: what hadn't ended when its rank's trace did. All times are
-    nanoseconds.
+    in which ranks waited for one another, in order of time, each as its events in the order in which they came;
+    unlike: of each group the first one that isn't the same on all ranks, or is on other lines: the traces began at
+    different times, or a rank skipped a call. waits: how long an event waited for the last rank to come. causes: by
+    rank for whom it waited how long, in the end. span: from the first event to the end of the last one. open: what
+    hadn't ended when its rank's trace did. All times are nanoseconds.
     """
 
     def __init__(self, logs: Sequence[Log], left_out: Sequence[str] = ()):
@@ -184,7 +183,7 @@ class Timeline:
             if not event.op["apart"]:
                 self._issued[_group(event)][event.rank].append(event)
         met = [[*zip(*lists.values(), strict=False)] for lists in self._issued.values() if len(lists) > 1]
-        self.unlike = [next(itertools.filterfalse(_alike, each)) for each in met if not all(map(_alike, each))]
+        self.unlike = [members for each in met for members in [*itertools.filterfalse(_on_one_line, each)][:1]]
         matched = [members for each in met for members in itertools.takewhile(_alike, each)]
         wall = {log.clock: log.wall for log in logs}  # ranks of one machine read one clock
         self.start = {event: event.at + wall[event.clock] for event in self.events}
@@ -200,8 +199,9 @@ class Timeline:
         """The recorded ranks of the group of an event that never came to it."""
         lists = self._issued[_group(event)]
         number = lists[event.rank].index(event) if event in lists[event.rank] else -1
-        recorded = {log.rank for log in self.logs}
-        return [rank for rank in event.op["ranks"] if rank in recorded and len(lists.get(rank, ())) <= number]
+        return [
+            log.rank for log in self.logs if log.rank in event.op["ranks"] and len(lists.get(log.rank, ())) <= number
+        ]
 
     # what is said of them
 
@@ -285,7 +285,7 @@ class Timeline:
             yield f"rank {each['rank']} hadn't ended {each['operation']}{never}"
         for members in facts["unlike"][:_ROWS]:
             pair = "; ".join(f"rank {each['rank']} {each['operation']}" for each in members[:2])
-            yield f"the traces of a group don't match from here on: {pair}"
+            yield f"ranks of a group differ here for the first time: {pair}"
         if (slowest := facts["slowest"]) is not None:
             part = f"{_time(slowest['awaited_ns'])} of the {_time(slowest['waited_ns'])} that ranks waited in all"
             yield f"the others waited for rank {slowest['rank']}: {part}, most of it at its {slowest['at']}"
@@ -298,6 +298,10 @@ def _group(event: Issued) -> tuple[str, Sequence[int]]:
 
 def _alike(members: Sequence[Issued]) -> bool:
     return len({(each.op["kind"], each.op["by"], each.op["dtype"]) for each in members}) == 1
+
+
+def _on_one_line(members: Sequence[Issued]) -> bool:
+    return _alike(members) and len({each.op["place"] for each in members}) == 1
 
 
 def causes_of(job: Timeline) -> dict[int, Counter[int]]:

@@ -237,7 +237,7 @@ def first_line(error: Exception) -> str:
 
 def failure(what: str) -> str:
     """The barrier to which ranks come where `what` they do together fails."""
-    return f"the roll call after the failed {what}"
+    return f"the roll call after {what} failed"
 
 
 # A barrier

@@ -216,7 +216,8 @@ def _question(mesh: Mesh, axes: Sequence[str], call: str, spec: str) -> str:
     """What to write for each of the ways in which ranks use their copies."""
     over = " and ".join(f"'{axis}' ({mesh.layout(axis).size} ranks)" for axis in axes)
     place = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
-    return f"""{call.split("(")[0]}: the tensor needs a gradient and is replicated over {over}. Say how the ranks use their copies:
+    return f"""{call.split("(")[0]}: the tensor needs a gradient and is replicated over {over}.
+Say how the ranks use their copies:
   - all in the same way, so that each rank has the whole gradient (torch's own to_local and from_local assume this):
       {call}, grad="whole")
   - each in its own way, so that the gradients add up:

@@ -467,7 +467,7 @@ def _transfer_of(kinds: tuple[TransferKind, ...]) -> Transfer:
 def carry_out(move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
     """Carry a transfer out on this rank; see `Transfer.__call__`."""
     if move.home is None and move.tensors:
-        raise MeshError("the meshes of this transfer are algebra alone; data moves on a mesh made with axes.init_mesh")
+        raise MeshError("the meshes of this transfer have no processes; data moves on a mesh made with axes.init_mesh")
     run = run_of(move, None if move.home is None else current_world().timeout)
     if run.move.rank not in run.ranks:
         return {}
