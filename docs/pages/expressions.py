@@ -82,7 +82,7 @@ ROWS = (
     Row(
         "reduce-scatter",
         "b s d | sum@tp -> b s@tp d",
-        "The sum is carried out, but each rank receives only its part of it. This takes half the bytes of an "
+        "The sum is carried out, but each rank receives only its part of the sum. This takes half the bytes of an "
         "all-reduce.",
     ),
     Row(
@@ -94,7 +94,7 @@ ROWS = (
     Row(
         "slice",
         "b s d -> b s@tp d",
-        "Every rank has the whole tensor, so it takes its part and sends nothing.",
+        "Every rank has the whole tensor. So each rank takes its part and sends nothing.",
     ),
     Row(
         "permutation",
@@ -113,15 +113,15 @@ ROWS = (
     Row(
         "row-parallel",
         "b s f@tp, f@tp d -> b s@tp d",
-        "Each rank multiplies its shards, and gets one term of the product. The terms are summed, and the right "
-        "side splits the sum over `s`.",
+        "Each rank multiplies its shards, and gets one term of the product. The terms are summed. The right side "
+        "splits dim `s` of the sum over `tp`.",
         kind="einsum",
     ),
     Row(
         "pending",
         "b s f, f d -> b s d | *",
-        "No name has an `@`, so every name keeps its split, and `| *` keeps the result pending. Both operands"
-        " are split over `f`: each rank has one term of the product, and nothing is sent.",
+        "No name has an `@`, so every name keeps its split, and `| *` keeps the result pending. In both operands `f` "
+        "is split over `tp`. So each rank has one term of the product, and nothing is sent.",
         kind="einsum",
         specs=("b s f@tp", "f@tp d"),
     ),
@@ -257,7 +257,7 @@ INTRODUCTION = f"""# einops with an @
 
 An einops expression names the dims of a tensor before and after an operation. After an `@` come the axes of the mesh
 that split the dim. The left side then describes the shards of all ranks before the operation, and the right side the
-shards after it. The library finds the communication between them.
+shards after it. The library finds the communication that leads from the left side to the right side.
 
 ```python
 import axes
@@ -280,7 +280,7 @@ every operand. Only torch tensors are accepted; use einops for arrays of other l
 ## Four rules
 
 **1. A name that never has an `@` keeps its split.** Below, this is `b`. If a name has an `@` somewhere in the
-expression, it is unsplit wherever it has none. Below, `s` is unsplit on the right side.
+expression, it is unsplit at every place where it has no `@`. Below, `s` is unsplit on the right side.
 
 ```python
 with axes.simulate(4):
@@ -294,8 +294,8 @@ Therefore the same expression works with and without data parallelism. (A DTenso
 writes `_` for each dim.)
 
 **2. The left side is an assertion.** It must match the sharding of the tensor. It causes no communication, with one
-exception: if a summed name has an axis on the left, the sum is carried out (rule 4). (A plain tensor doesn't know its
-sharding. For plain tensors the left side declares the sharding.)
+exception: if a name is summed (it is missing on the right) and has an axis on the left, the sum is carried out (rule
+4). (A plain tensor doesn't know its sharding. For plain tensors the left side declares the sharding.)
 
 ```python
 with axes.simulate(4):
@@ -316,8 +316,8 @@ with axes.simulate(4):
 ```
 
 **4. No hidden pending reduction.** After a sum over a split dim each rank has one term of the result. The expression
-must say whether the result stays pending or the sum is carried out. (A reduction that is pending already, over an axis
-that the expression doesn't name, stays pending.) The next expression says neither:
+must say whether the result stays pending or the sum is carried out. (A reduction that is pending already, over an
+axis that the expression doesn't name, stays pending.) The next expression says neither of the two:
 
 ```python
 with axes.simulate(4):
@@ -327,9 +327,9 @@ with axes.simulate(4):
     axes.einsum(x, w, "b s f, f d -> b s d")
 ```
 
-To keep the result pending over `tp`, write `| sum@tp` on the right. `| *` keeps it pending, whatever the axes are. To
-carry the sum out, write the axes of the summed dim on the left: `f@tp`. The right side may split the sum, as in
-`s@tp`:
+To keep the result pending over `tp`, write `| sum@tp` on the right. `| *` keeps the result pending, whatever the axes
+are. To carry the sum out, write the axes of the summed dim on the left: `f@tp`. The right side may also split a dim
+of the result, as in `s@tp`:
 
 ```python
 with axes.simulate(4):
@@ -345,9 +345,10 @@ with axes.simulate(4):
 ## Stars, and specs without an arrow
 
 A `*` stands for all axes that split the dim in the tensor. Left of the arrow, `f@*` means that the sum over `f` is
-carried out, whatever axes split `f`. Right of the arrow, `s@(* tp)` splits `s` over its axes and then over `tp`. Rule 1
-has an exception: if a name has a `*` anywhere in the expression, it keeps its axes at every place where it has no `@`.
-So the code of a model needn't know the axes of the mesh:
+carried out, whatever axes split `f`. Right of the arrow, `s@(* tp)` splits `s` over the axes that split it in the
+tensor, and then over `tp`. Rule 1 has an exception. If a name has a `*` somewhere in the expression, a place where
+the name has no `@` doesn't mean unsplit. There the name has the axes that split its dim in the tensor. So the code of
+a model needn't know which axes split its tensors:
 
 ```python
 with axes.simulate(4):
@@ -360,8 +361,9 @@ with axes.simulate(4):
 ```
 
 A spec without an arrow, as in `shard`, `plan` and `reshard`, is complete: a dim without an `@` is unsplit, and
-without a `|` nothing is pending. In `reshard`, a `*` keeps the axes that split the dim, and `...` keeps the dims that
-it stands for as they are.
+without a `|` nothing is pending. (`reshard` of a plain tensor is different: it takes both sides, as in
+`"b s@tp d -> b s d"`.) In `reshard`, a `*` keeps the axes that split the dim, and `...` keeps the dims that it stands
+for as they are.
 
 ```python
 with axes.simulate(4):
@@ -374,7 +376,8 @@ with axes.simulate(4):
 ## Several tensors in one dim
 
 Several tensors are often stored in one dim, such as the gate and up projections of an MLP. If they have the same
-size, `rearrange` can add a dim that counts the tensors. Assignment or `unbind` then separates them:
+size, `rearrange` can make the number of tensors a dim of its own, below `two`. Each index of this dim is one tensor.
+Assignment or `unbind` then separates the tensors:
 
 ```python
 with axes.simulate(4):
@@ -405,12 +408,13 @@ Nine expressions, on four ranks. All tensors are {DTYPE}, with {", ".join(f"{n}=
 
 <!-- table -->
 
-In the pictures each rank has a colour. The dashed frame is the whole tensor (without `b`). The filled part is the
-shard of this rank; its colour shows which rank held the data before. A striped part is a sum over several ranks.
-Numbers of bytes are those of the busiest rank.
+In the pictures each rank has a colour and a dashed frame. The frame is the whole tensor (without `b`). The filled
+part of the frame is the rank's shard. The colour of this part shows which rank held the data before. A striped part
+is a sum over several ranks. Numbers of bytes are those of the busiest rank.
 
 Below each picture is the backward pass. In the *local view* every rank has its own loss, and the backward pass
 differentiates the sum of all losses. So the gradient of a replicated tensor is pending: each rank has one term. In
 the *global view* there is one loss and one gradient. This gradient may arrive in any sharding, and is reduced only
-when an operation needs it reduced. If both operands of an einsum need it gathered or reduced, one collective serves
-both. [Gradients](gradients.md) has results for all of these."""
+when an operation needs it reduced. If the gradients of both operands of an einsum need it gathered or reduced, one
+collective serves both. The tables for the global view have the sharding of the operand's gradient in the column
+"leaves as". [Gradients](gradients.md) has measured results for these operations."""

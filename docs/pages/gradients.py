@@ -416,39 +416,39 @@ ROWS = (
     Row(
         "mean -> R",
         "The collectives are those of P -> R. The value is divided by the number of ranks. In the local view the "
-        "gradient is divided, too. In the global view the gradient isn't divided: the value of a tensor with a pending "
-        "mean is the mean itself.",
+        "gradient is divided, too. In the global view a tensor with a pending mean has the same value as the finished "
+        "mean. So its gradient isn't divided.",
         both("b s d | mean@tp -> b s d", R, P, S),
     ),
     Row(
         "max -> R",
-        "As in `torch.amax`, the gradient is divided equally among the elements that are equal to the maximum. The "
-        "gradient is computed on shards, also in the global view. There each rank has one term of the result's "
-        "gradient. So the backward pass has two all-reduces: one adds up the terms, the other counts these elements "
-        "over all ranks.",
+        "As in `torch.amax`, the gradient is divided equally among the elements that are equal to the maximum. In "
+        "both views the gradient is computed on shards, and each rank has one term of the result's gradient. So the "
+        "backward pass has two all-reduces: one adds up the terms, the other counts the elements that are equal to "
+        "the maximum.",
         both("b s@tp d -> b d", "b d", "b d | sum@tp", "b d@tp", kind="reduce", op="max"),
     ),
     Row(
         "einsum operand: R; S; P",
-        "If an axis splits the other operand and not this one, the gradient of this operand is pending over it. If "
-        "the axis splits this operand, its gradient is split too. If this operand is pending over the axis, its "
-        "gradient is replicated.",
+        "Choose one operand and one axis. If the axis splits only the other operand, the gradient of the chosen "
+        "operand is pending over the axis. If the axis splits the chosen operand, its gradient is split too. If the "
+        "chosen operand is pending over the axis, its gradient is replicated.",
         both("b s d, d f@tp -> b s f@tp", "b s f@tp", "b s f", kind="einsum")
         + both("b s f@tp, f@tp d -> b s@tp d", "b s@tp d", "b s d", kind="einsum")
         + both("b d | sum@tp, d f -> b f | sum@tp", "b f", "b f | sum@tp", kind="einsum"),
     ),
     Row(
         "reduce over a split dim: pending; carried out",
-        "The gradient of a sum is copied to all elements of the sum. If the sum stays pending, each rank has the "
-        "whole gradient of the sum and copies it. (In the global view, a pending gradient is reduced first.) If the "
-        "sum is carried out, then in the local view the gradients of all ranks are summed first.",
+        "The gradient of a sum is copied to all elements that were summed. If the sum stays pending, each rank has "
+        "the whole gradient of the sum and copies it. (In the global view, a pending gradient is reduced first.) If "
+        "the sum is carried out, then in the local view the gradients of all ranks are summed first.",
         both("b s@tp d -> b d | sum@tp", "b d", "b d | sum@tp", kind="reduce")
         + both("b s@tp d -> b d", "b d", "b d | sum@tp", kind="reduce"),
     ),
     Row(
         "ppermute; all_gather; psum_scatter; all_to_all",
-        "These are collectives by name, called in a region on plain tensors. G is the gradient of the whole "
-        'result. The column "inside" shows the gradient that a rank gets inside the region.',
+        "These are collectives by name, called in a region on plain tensors. G is the gradient of the whole result. "
+        'The column "inside" shows the gradient of the result that a rank gets inside the region.',
         (
             Region("b s@tp d -> b s@tp d", S, 'axes.ppermute(x, "tp", shift=1)', "x.roll(x.shape[1] // 4, 1)"),
             Region("b s@tp d -> b s d", R, 'axes.all_gather(x, "tp", dim=1)'),
@@ -458,11 +458,12 @@ ROWS = (
     ),
     Row(
         "regions: between the views",
-        "`axes.shard_map` turns its operands from DTensors into plain tensors, and its results back into "
-        "DTensors. If a result is replicated, each rank gets one term of its gradient inside the region. If an "
-        "operand is replicated, its gradient is pending outside the region. If the spec has `same`, each "
-        "rank gets the whole gradient and must return the whole gradient. A region may use a plain tensor "
-        "that isn't an argument only if that tensor needs no gradient.",
+        "`axes.shard_map` turns its operands from DTensors into plain tensors, and its results back into DTensors. If "
+        "a result is replicated, each rank gets one term of its gradient inside the region. If an operand is "
+        "replicated, its gradient is pending outside the region. If the spec of a result has `same`, each rank gets "
+        "the whole gradient of this result inside the region. If the spec of an operand has `same`, the backward pass "
+        "of the function must compute the whole gradient of this operand on each rank. A region may use a plain "
+        "tensor that isn't an argument only if that tensor needs no gradient.",
         (
             Region("b s@tp d -> b s@tp d", S),
             Region("b s@tp d -> b s@tp d", R),
@@ -479,13 +480,13 @@ ROWS = (
     ),
     Row(
         "to_local, from_local, shard, unshard: between the views",
-        "These functions convert a single tensor, and don't know how plain code uses its copies on the ranks. For "
-        "the gradient of a replicated tensor this matters. If every rank uses its copy in the same way, each rank "
-        "has the whole gradient. If each rank uses its copy differently, such as with its own rows of the batch, "
-        "each rank has one term of the gradient. `axes.shard` and `axes.unshard` assume the same use. "
-        '`axes.to_local` and `axes.from_local` need `grad="whole"` for the same use or `grad="summed"` for '
-        'different use, and raise an error without it. `| same@tp` in the spec means `"whole"` for the axis '
-        "`tp` only. torch's own functions assume the same use, unless `grad_placements` has `Partial()`.",
+        "These functions convert a single tensor, and don't know how plain code uses its copies on the ranks. For the "
+        "gradient of a replicated tensor this matters. If every rank uses its copy in the same way, each rank has the "
+        "whole gradient. If each rank uses its copy differently, such as with its own rows of the batch, each rank "
+        "has one term of the gradient. `axes.shard` and `axes.unshard` assume the same use. `axes.to_local` and "
+        '`axes.from_local` need `grad="whole"` for the same use or `grad="summed"` for different use, and raise an '
+        'error without `grad=`. `| same@tp` in the spec means `"whole"` for the axis `tp` only. '
+        "torch's own functions assume the same use, unless `grad_placements` has `Partial()`.",
         (
             Crossing("axes.unshard(w)", alike=True, own=False),
             Crossing('axes.to_local(w, grad="whole")', alike=True, own=False),
@@ -598,16 +599,16 @@ INTRODUCTION = f"""# Gradients
 {WRITTEN}
 
 Over each axis a tensor is replicated (R), split (S) or pending (P; torch's `Partial`). Its gradient has one of these
-three states too, but often not the state of the tensor. Which state it has depends on the view.
+three states too, but often not the state of the tensor. Which state the gradient has depends on the view.
 
 - **Global view**: DTensors. There is one tensor, one loss and one gradient. The gradient of a result may arrive in
   any sharding. A gradient stays pending until an operation needs it reduced. If a leaf is used several times, the
-  backward pass adds up the gradients of all uses, and then reduces the sum once. The reduced gradient has the sharding
-  of the leaf, but is never pending.
+  backward pass adds up the gradients of all uses, and then reduces the sum once. The reduced gradient has the
+  sharding of the leaf. If the leaf itself is pending over an axis, its gradient is replicated over this axis.
 - **Local view**: plain tensors. Each rank has its own tensor and its own loss, and the backward pass differentiates
   the sum of all losses. So the gradient of a replicated tensor is pending: each rank has one term. The gradient of a
-  pending tensor is replicated. `same` (I) declares a replicated tensor whose gradient isn't pending: every rank has
-  the whole gradient.
+  pending tensor is replicated. In a spec, `| same@tp` (I in the headings below) declares that the tensor is
+  replicated over `tp` and that its gradient isn't pending: every rank has the whole gradient.
 
 This example has the weight of a data-parallel model in the global view. The backward pass gives a gradient that is
 pending over `dp`, and `axes` reduces it before it becomes `.grad`:
@@ -623,21 +624,27 @@ with axes.simulate(4):
     axes.spec_of(w.grad)
 ```
 
-This holds for every leaf that a function of `axes` makes (`shard`, `from_local`, `zeros` and so on), even if only
-torch's own operations use it. torch can make another leaf from it: `nn.Parameter(x)`, `x.detach()` or a copy. The
-gradient of such a leaf is reduced if at least one operation of `axes` uses the leaf. To get a gradient that stays
-pending, compute with `v = w.view_as(w)` and take `torch.autograd.grad(loss, v)`.
+`axes` reduces the gradient of every leaf that one of its functions makes (`shard`, `from_local`, `zeros` and so on),
+even if only torch's own operations use the leaf. From such a leaf torch can make a new leaf: `nn.Parameter(x)`,
+`x.detach()` or a copy. The gradient of the new leaf is reduced if at least one operation of `axes` uses the new leaf.
+To get a gradient that stays pending, compute with `v = w.view_as(w)` and take `torch.autograd.grad(loss, v)`.
 
 A gradient can be differentiated again. With `create_graph=True`, second and higher derivatives are equal to those of
 one device, also if a tensor changes from one view to the other.
 
-The rest of this page is one table for each kind of operation. Four ranks ran every row forward and backward, with the
-gradient in the given sharding. Each row has the collectives that ran, the sharding of the gradient when it reaches
-the leaf ("gradient comes as"), and the largest difference of any value or gradient from one device ("off by").
+The rest of this page is one table for each kind of operation. Four ranks ran every row forward and backward. The
+columns of most tables are:
 
-- In the global view the backward collectives include the one that brings the gradient to the sharding of the leaf.
-- The rows of the local view were measured on DTensors: `axes.to_local` took the shards out, and `axes.from_local` put
-  them back, both with `grad="summed"` (explained at the end of this page).
+- "gradient arrives as": the sharding of the result's gradient when the backward pass begins.
+- "forward" and "backward": the collectives that ran. In the global view the last collective of the backward pass may
+  be the one that brings the gradient to the sharding of the leaf.
+- "gradient comes as": the sharding of the operand's gradient, in the global view before this last collective.
+- "off by": the largest difference of any value or gradient from one device.
+
+How the rows were measured:
+
+- In the rows of the local view the shards come from DTensors: `axes.to_local` took the shards out, and
+  `axes.from_local` put the results back, both with `grad="summed"` (explained at the end of this page).
 - A permutation is shown as an all-to-all.
-- The ranks communicate by gloo. There, axes runs the reduce-scatter of a [plan](redistribution.md) as an all-to-all
-  and a local sum. Collectives by name, such as `axes.psum_scatter`, run gloo's own reduce-scatter."""
+- The ranks communicate by gloo. Over gloo, `axes` runs the reduce-scatter of a [plan](redistribution.md) as an
+  all-to-all and a local sum. Collectives by name, such as `axes.psum_scatter`, run gloo's own reduce-scatter."""

@@ -61,10 +61,10 @@ picture = axes.show(mesh, rank=5)
 {SHOWN}
 
 The picture shows the ranks as a grid, with the last axis from left to right. One rank, here 5, is in brackets;
-`axes.show(mesh.at(5))` draws the same picture. A rank that shares a group with rank 5 has the letter of the axis:
-`4t` and `[5]` are in one group of `tp`. The table has a row for each name of the mesh, with the coordinate of rank 5
-(`at`), its group, the number of nodes that the group spans, and the groups of all ranks. In the SVG each letter has a
-colour:
+`axes.show(mesh.at(5))` draws the same picture. A rank that shares a group with rank 5 has the letter of the group's
+axis: `4t` and `[5]` are in one group of `tp`. The table has a row for each name of the mesh, with the coordinate of
+rank 5 (`at`), its group, the number of nodes that the group spans, and the groups of all ranks. In the SVG each
+letter has a colour:
 
 <!-- svg show-mesh: sixteen ranks as a grid, and the groups of rank 5 -->
 
@@ -78,8 +78,9 @@ picture = axes.show(job, rank=40_000)
 
 {SHOWN}
 
-`0..7` and `0..56 step 8` are eight ranks each. `..` alone marks rows or columns that are left out. If a row of the
-grid spans several nodes, a `|` separates them.
+Lists of ranks are shortened: `0..7` are the eight ranks from 0 to 7, and `0..56 step 8` are the eight ranks 0, 8, 16
+and so on to 56. `..` alone marks rows or columns that are left out. If a row of the grid spans several nodes, a `|`
+separates the nodes.
 
 ## A sharding: which rank holds which block
 
@@ -90,10 +91,10 @@ picture = axes.show(sharding, (8, 10, 16), rank=5)
 
 {SHOWN}
 
-Each cell is a block of the tensor, with the ranks that hold it. `0 4` means that both ranks hold a copy. `sum(0 4)`
-means that each of them holds a summand, and the block is their sum. Columns are the blocks of the last split dim,
-rows those of the other split dims. Blocks may have different sizes. If one factor of a dim is split, as in a fused
-projection, the picture shows the factors of the dim:
+Each cell is a block of the tensor, with the ranks that hold the block. `0 4` means that ranks 0 and 4 both hold a
+copy. `sum(0 4)` means that each of the two ranks holds one term, and the block is the sum of the terms. Columns are
+the blocks of the last split dim, rows are the blocks of the other split dims. Blocks may have different sizes. If one
+factor of a dim is split, as in a fused projection, the picture shows the factors of the dim:
 
 ```python
 fused = axes.Mesh("dp=2 tp=2").sharding("(qkv=3 heads@tp dim) embed@dp", heads=4)
@@ -117,9 +118,10 @@ picture = axes.show(plan)
 
 {SHOWN}
 
-The first rows are those of `print(plan)`. `in` and `out` are the bytes that the busiest rank receives and sends;
-the times are estimates of the [cost model](redistribution.md). The last table shows what the ranks in the group of
-one rank (`rank=`) send to each other. On a mesh of up to eight ranks, the SVG begins with the moves of all ranks:
+The first rows are those of `print(plan)`. `in` and `out` are the bytes that the busiest rank receives and sends; the
+times are estimates of the [cost model](redistribution.md). The last table shows what the ranks of one group send to
+each other: the group of one rank, which `rank=` chooses. On a mesh of up to eight ranks, the SVG begins with the
+moves of all ranks:
 
 <!-- svg show-plan: an all-to-all among two groups of four ranks -->
 
@@ -143,8 +145,9 @@ picture = axes.show(move, rank=5)
 
 The first rows are those of `print(move)`. `received` counts the elements that ranks need and don't have. Tensors with
 the same specs share a row, such as `layers.0.up and 39 more` in the next picture. A row has the spec before the move,
-and the row below it (`->`) the spec after it. The last table has up to six buckets of one rank (`rank=`). The time is
-the sum over all buckets, estimated by the [cost model](redistribution.md).
+and the row below it (`->`) the spec after it. The last table has up to six buckets of one rank, which `rank=`
+chooses. A bucket is one exchange of many tensors. The time is the sum over all buckets, estimated by the [cost
+model](redistribution.md).
 
 <!-- svg show-transfer: how much each of four ranks sends to each of four others -->
 
@@ -159,8 +162,8 @@ picture = axes.show(large, rank=1500)
 
 {SHOWN}
 
-`axes.explain(move)` prints the same. `axes.explain(move).json()` has it as [data](explain.md#the-data), with all
-buckets of the rank.
+`axes.explain(move)` prints the same text. `axes.explain(move).json()` has the same content as
+[data](explain.md#the-data), with all buckets of the rank.
 
 ## Where a picture appears
 
@@ -178,7 +181,8 @@ reader's light or dark mode and fit a phone. They contain no script and load not
 
 torch prints a DTensor as its local tensor and a list of placements without the names of axes. `axes.spec_of(x)`
 returns the spec with the names of the axes. `axes.sharding_of(x)` returns a `Sharding`, which a notebook draws.
-`axes.show(x)` draws the picture. There the dims are `dim 0` and `dim 1`, because a DTensor has no names for its dims.
+`axes.show(x)` draws the picture. In this picture the dims are `dim 0` and `dim 1`, because a DTensor has no names for
+its dims.
 
 ```python
 with axes.simulate(8, rank=5):
@@ -190,6 +194,6 @@ with axes.simulate(8, rank=5):
 
 {SHOWN}
 
-To draw every DTensor in a notebook, register the picture with IPython once, which doesn't change torch's class:
+To draw every DTensor in a notebook, register the picture with IPython once. This doesn't change torch's class:
 `get_ipython().display_formatter.formatters["text/html"].for_type(DTensor, lambda x: axes.show(x)._repr_html_())`.
 """
