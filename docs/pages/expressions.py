@@ -376,7 +376,8 @@ with axes.simulate(4):
 ## Several tensors in one dim
 
 Several tensors are often stored in one dim, such as the gate and up projections of an MLP. If they have the same
-size, `rearrange` can make the number of tensors a dim of its own, below `two`. Each index of this dim is one tensor.
+size, `rearrange` can make the number of tensors a dim of its own. In the next example this dim is `two`. Each index
+of this dim is one tensor.
 Assignment or `unbind` then separates the tensors:
 
 ```python
@@ -415,6 +416,6 @@ is a sum over several ranks. Numbers of bytes are those of the busiest rank.
 Below each picture is the backward pass. In the *local view* every rank has its own loss, and the backward pass
 differentiates the sum of all losses. So the gradient of a replicated tensor is pending: each rank has one term. In
 the *global view* there is one loss and one gradient. This gradient may arrive in any sharding, and is reduced only
-when an operation needs it reduced. If the gradients of both operands of an einsum need it gathered or reduced, one
-collective serves both. The tables for the global view have the sharding of the operand's gradient in the column
-"leaves as". [Gradients](gradients.md) has measured results for these operations."""
+when an operation needs it reduced. If the gradients of both operands of an einsum need the gradient of the result
+gathered or reduced, one collective serves both. The tables for the global view have the sharding of the operand's
+gradient in the column "leaves as". [Gradients](gradients.md) has measured results for these operations."""

@@ -481,9 +481,10 @@ ROWS = (
     Row(
         "to_local, from_local, shard, unshard: between the views",
         "These functions convert a single tensor, and don't know how plain code uses its copies on the ranks. For the "
-        "gradient of a replicated tensor this matters. If every rank uses its copy in the same way, each rank has the "
-        "whole gradient. If each rank uses its copy differently, such as with its own rows of the batch, each rank "
-        "has one term of the gradient. `axes.shard` and `axes.unshard` assume the same use. `axes.to_local` and "
+        "gradient of a replicated tensor this matters. If every rank uses its copy in the same way (*same use*), each "
+        "rank has the whole gradient. If each rank uses its copy differently (*different use*), such as with its own "
+        "rows of the batch, each rank has one term of the gradient. `axes.shard` and `axes.unshard` assume that every "
+        "rank uses its copy in the same way. `axes.to_local` and "
         '`axes.from_local` need `grad="whole"` for the same use or `grad="summed"` for different use, and raise an '
         'error without `grad=`. `| same@tp` in the spec means `"whole"` for the axis `tp` only. '
         "torch's own functions assume the same use, unless `grad_placements` has `Partial()`.",
