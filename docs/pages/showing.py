@@ -120,8 +120,8 @@ picture = axes.show(plan)
 
 The first rows are those of `print(plan)`. `in` and `out` are the bytes that the busiest rank receives and sends; the
 times are estimates of the [cost model](redistribution.md). The last table shows the bytes that the ranks of one group
-send to each other. `rank=` chooses a rank, and the table shows the group of this rank. On a mesh of up to eight ranks, the SVG begins with the
-moves of all ranks:
+send to each other. `rank=` chooses a rank, and the table shows the group of this rank. On a mesh of up to eight
+ranks, the SVG begins with the moves of all ranks:
 
 <!-- svg show-plan: an all-to-all among two groups of four ranks -->
 
