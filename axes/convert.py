@@ -253,6 +253,10 @@ def to_tp_plan(specs: Mapping[str, str], axis: str = "tp", embeddings: Collectio
     _check_mapping("specs are a mapping from names of parameters to specs", specs)
     if not isinstance(embeddings, Collection) or not all(isinstance(name, str) for name in embeddings):
         raise ShardingError(f"embeddings are names of modules, like ['model.embed_tokens']; found {shown(embeddings)}")
+    if unknown := [name for name in embeddings if f"{name}.weight" not in specs]:
+        raise ShardingError(
+            f"specs have no embedding {shown(unknown[0], [name.removesuffix('.weight') for name in specs])}"
+        )
     plan, dims_of = dict[str, str](), {name: _unnamed(parse_spec(checked_spec(spec))) for name, spec in specs.items()}
     for name, dims in dims_of.items():
         if any("@" in dim for dim in dims) and not name.endswith(".bias"):

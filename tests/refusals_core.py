@@ -102,6 +102,7 @@ FUNCTIONS = (
     )),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', label_smoothing=1.5)", "ShardingError", "label_smoothing is a number from 0 to 1; found 1.5"),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', ignore_index=[1])", "ShardingError", "cross_entropy's ignore_index is a whole number; found [1]"),
+    (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', ignore_index=2**70)", "ShardingError", "cross_entropy's ignore_index is a whole number; found 1180591620717411303424"),
     ("axes.rms_norm(L(3, 4), 'b d', over='d', eps=L(3, 4))", "ShardingError", "rms_norm's eps is a number from 0, like 1e-6; found tensor("),
     ("axes.layer_norm(L(3, 4), 'b d', over='d', eps=None)", "ShardingError", "layer_norm's eps is a number from 0, like 1e-5; found None"),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', z_loss=-1)", "ShardingError", "z_loss is a number from 0, like 1e-4; found -1"),

@@ -159,6 +159,7 @@ REFUSED = [
     ("from_tp_plan('colwise', {})", "a tp_plan is a mapping from names to styles"),
     ("to_tp_plan({'*.up.weight': 'f@tp d'})", "names modules in full, with a '*' for each number"),
     ("to_tp_plan({'up.weight': 'f@tp d'}, embeddings=range(10**15))", "embeddings are names of modules, like ['model.embed_tokens']; found range(0, 1000000000000000)"),
+    ("to_tp_plan({'model.embed.weight': 'v@tp d'}, embeddings=['model.embedd'])", "specs have no embedding 'model.embedd'; did you mean 'model.embed'?"),
     ("to_tp_plan({'up.weight': 'f@dp d'})", "no style of transformers splits 'up.weight' as 'f@dp d'"),
     ("to_tp_plan({'up.weight': 'f@tp d', 'up.bias': 'f'})", "'colwise' splits the bias as well"),
 ]  # fmt: skip

@@ -167,6 +167,7 @@ def test_a_step_may_run_backward_itself_and_return_its_loss(world):
     first, second = (axes.explain(step, returns, mesh=world).json()["collectives"] for returns in (False, True))
     assert first == second
     assert "backward" in {each["phase"] for each in first}
+    assert net.up.weight.grad is None, "of a module that a function calls, too"
 
 
 def test_gradients_and_random_numbers_are_as_before_and_nothing_listens_any_more(world):

@@ -145,6 +145,7 @@ MISTAKES = {
     "explain --check net_to_lock.py": "net_to_lock.py doesn't begin with the command that writes it, '# python -m axes",
     "explain --check older.lock": "write it again: python -m axes explain train.py:build --mesh MESH > older.lock",
     "explain --check itself.lock": "itself.lock doesn't begin with the command that writes it",
+    "explain --check unclosed.lock": "unclosed.lock doesn't begin with the command that writes it",
     "explain --check .": "Is a directory",
     "explain --check net.lock --rank 1": "--check FILE takes the model, the mesh and the ranks from FILE",
     'explain net_to_lock.py --mesh "tp=2"': "like train.py:build or package.module:build",
@@ -165,6 +166,7 @@ MISTAKES = {
 def test_a_mistake_is_a_message_and_the_status_says_so(net, command):
     (net.folder / "older.lock").write_text("axes lock 1\nmodel  a:b\n\n")
     (net.folder / "itself.lock").write_text("# python -m axes explain --check itself.lock\n")
+    (net.folder / "unclosed.lock").write_text('# python -m axes explain "unclosed\n')
     done = called(command)
     assert done.exit_code == 1, done.output
     assert MISTAKES[command] in done.stderr

@@ -197,7 +197,7 @@ def _run_rank(
                 as_bytes(error, "") if isinstance(error, Exception) else b""
             )  # others would end the launching process
         end = End(
-            f"failed: {traceback.format_exception_only(error)[-1].strip()}",
+            f"failed: {traceback.format_exception_only(error)[-1 if isinstance(error, SyntaxError) else 0].strip()}",
             sent,
             "".join(traceback.format_exception(type(error), error, frames)).rstrip(),
             time.monotonic(),

@@ -230,7 +230,7 @@ def rms_norm(
     """
     form = _form("rms_norm", spec, dims_to_work_over(over))
     if eps is not None:
-        number("rms_norm's eps is a number from 0, like 1e-6", eps, 0)
+        number("rms_norm's eps is a number from 0, like 1e-6", eps, 0, 1e300)
     local = functools.partial(_rms_norm, form, _wholes(form.worked, x, sizes), eps)
     return _normed("rms_norm", local, form, (x, weight), mesh)
 
@@ -272,7 +272,7 @@ def layer_norm(
         [-1.0, 1.0]
     """
     form = _form("layer_norm", spec, dims_to_work_over(over))
-    number("layer_norm's eps is a number from 0, like 1e-5", eps, 0)
+    number("layer_norm's eps is a number from 0, like 1e-5", eps, 0, 1e300)
     local = functools.partial(_layer_norm, form, _wholes(form.worked, x, sizes), eps, weight is not None)
     return _normed("layer_norm", local, form, (x, weight, bias), mesh)
 
@@ -328,7 +328,7 @@ def cross_entropy(
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shown(reduction)}")
     number("cross_entropy's label_smoothing is a number from 0 to 1", label_smoothing, 0, 1)
-    number("cross_entropy's ignore_index is a whole number", ignore_index, -math.inf, whole=True)
+    number("cross_entropy's ignore_index is a whole number", ignore_index, -(2**63), 2**63 - 1, True)
     number("cross_entropy's z_loss is a number from 0, like 1e-4", z_loss, 0, 1e300)
     check_integers("cross_entropy", "labels", labels)
     (whole,) = _wholes(form.over.worked, logits, sizes)

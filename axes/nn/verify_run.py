@@ -323,7 +323,8 @@ class _Watch(TorchFunctionMode):
             module = self.running[-1]
             path = next((name for name, each in _modules(self.roots[-1]) if each is module), "") or "the model"
             held = [f"{name} '{spec_of(x)}'" for name, x in module.named_parameters() if isinstance(x, DTensor)]
-            error.add_note(f"in {path} ({type(module).__name__}); parameters: {', '.join(held[:8]) or 'none'}")
+            with contextlib.suppress(AttributeError, TypeError):  # of a class that takes no notes
+                error.add_note(f"in {path} ({type(module).__name__}); parameters: {', '.join(held[:8]) or 'none'}")
         for handle in self._handles.values():
             handle.remove()
         super().__exit__(kind, error, trace)

@@ -65,11 +65,12 @@ def explain(
     **An expression**, `explain("b s@tp d -> b s d", (8, 64, 32), mesh="tp=4")`: how it is read, its sizes, this
     rank's shards, and the communication forward and backward, with bytes and estimated time. No process is needed.
 
-    **A step**, `explain(step, x, y)`: runs `step(x, y)`, and the backward pass from its result if that needs
-    gradients. Each collective has its origin (axes, the program, or torch, as DTensor and FSDP2), the expression or
-    operation, the axes, the bytes, the path of the module, and the line of the program; a gradient has the line of
-    the forward pass. In `axes.simulate` one process shows the step of any rank; in a running job all ranks call it.
-    Compiled functions run eagerly. Gradients of parameters and random numbers are afterwards as before.
+    **A step**, `explain(step, x, y)`: runs `step(x, y)`. If the step runs no backward pass itself and its result
+    needs gradients, `explain` runs the backward pass from the result. Each collective has its origin (axes, the
+    program, or torch, as DTensor and FSDP2), the expression or operation, the axes, the bytes, the path of the
+    module, and the line of the program; a gradient has the line of the forward pass. In `axes.simulate` one
+    process shows the step of any rank; in a running job all ranks call it. Compiled functions run eagerly.
+    Afterwards random numbers are as before, and so are the gradients of the parameters of the modules that ran.
 
     **A transfer**, `explain(move)` or `explain(move.at(rank))`: the tensors and their shardings on both sides, the
     bytes of all ranks beside the least possible, and up to six buckets of one rank. With tensors, `explain(move,

@@ -68,7 +68,7 @@ def explained_model(model: str, mesh: Mesh, ranks: Sequence[int], command: Seque
 def command_of_file(text: str, file: str) -> list[str]:
     """What is to be done again to compare a text, by its first line; `AxesError` where that is no such line."""
     first, _, _ = text.partition("\n")
-    if not first.startswith(_BEGINS) or "--check" in first:
+    if not first.startswith(_BEGINS) or "--check" in first or first.count("'") % 2 or first.count('"') % 2:
         raise AxesError(
             f"{file} doesn't begin with the command that writes it, '{_BEGINS}...'; write it again: "
             f"python -m axes explain train.py:build --mesh MESH > {file}"

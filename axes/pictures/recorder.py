@@ -61,11 +61,12 @@ class StepRecorder(torch_private.DispatchMode):
 
     It is told of modules that are entered and left, and of operations. `mesh` is what groups are named by. `exact`:
     whether bytes are those of a real job. In a simulated world an exchange whose sizes other ranks tell is as if each
-    of them told what this one does.
+    of them told what this one does. `stack`: puts back the gradients of the parameters of all modules that run.
     """
 
-    def __init__(self, mesh: Mesh | None = None) -> None:
+    def __init__(self, mesh: Mesh | None, stack: contextlib.ExitStack) -> None:
         super().__init__()
+        self._stack = stack
         self.collectives: list[dict[str, Any]] = []
         self.exact = True
         self._named = functools.lru_cache(maxsize=4096)(functools.partial(_named, mesh))
@@ -101,6 +102,10 @@ class StepRecorder(torch_private.DispatchMode):
     def entered(self, module: torch.nn.Module, _: Any) -> None:
         """The forward pass of a module begins."""
         if id(module) not in self._paths:
+            known = {id(x) for root in self._roots for x in root.parameters()}
+            for parameter in [x for x in module.parameters() if id(x) not in known]:
+                self._stack.callback(setattr, parameter, "grad", parameter.grad)
+                parameter.grad = None
             self._roots.append(module)  # an id is of this module as long as it lives
             for name, each in module.named_modules():
                 self._paths.setdefault(id(each), ".".join(filter(None, (_name_of(module), name))))
@@ -381,33 +386,26 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh | str | None) -> Explanation:
-    """What `step(*inputs)` sends, and the backward pass from what it returns, where that needs gradients.
+    """What `step(*inputs)` sends, and the backward pass from what it returns, unless it has run one itself.
 
-    Where no job runs, the world of `mesh` is simulated, seen from the mesh's rank. Gradients of a module's parameters,
-    and random numbers, are as before.
+    Where no job runs, the world of `mesh` is simulated, seen from the mesh's rank. Gradients of the parameters of the
+    modules that ran, and random numbers, are as before.
     """
     parameters = [*step.parameters()] if isinstance(step, torch.nn.Module) else []
     with contextlib.ExitStack() as stack:
         around = entered_world(stack, mesh, [*inputs, *parameters])
-        for parameter in parameters:
-            stack.callback(setattr, parameter, "grad", parameter.grad)
-            parameter.grad = None
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if "torch.distributed.pipelining" in sys.modules and current_world().fake:
             stack.enter_context(torch_private.stages_know_their_shapes())
-        recorder = StepRecorder(around)
+        recorder = StepRecorder(around, stack)
         stack.enter_context(register_module_forward_pre_hook(recorder.entered))
         stack.enter_context(register_module_forward_hook(recorder.left, always_call=True))
-        with listen(recorder.hear), recorder:
-            returned, forward = step(*inputs), len(recorder.collectives)
-            try:
+        with listen(recorder.hear), recorder, torch_private.backward_passes() as passes:
+            returned = step(*inputs)
+            if not passes.called:
                 _backward(returned)
-            except RuntimeError as error:
-                if "backward through the graph a second time" not in str(error):
-                    raise
-                del recorder.collectives[forward:]  # the step has been through the graph itself
         return _explanation(_name_of(step), recorder.collectives, around, recorder.exact)
 
 

@@ -335,11 +335,15 @@ def _since(waited: Sequence[tuple[int, Counter[int]]], time: int | None) -> Coun
 
 def _sums(title: str, sums: Sequence[dict[str, Any]], name: str, ranks: int) -> Listing:
     """A table of sums, as the averages over the ranks."""
-    means = (
-        {**row, **{each: row[each] // ranks for each in ("calls", "bytes_out", "ns", "waited_ns")}} for row in sums
-    )
+    means = ({**row, **{each: row[each] // ranks for each in ("bytes_out", "ns", "waited_ns")}} for row in sums)
     rows = (
-        (str(row["calls"]), bytes_text(row["bytes_out"]), _time(row["ns"]), _time(row["waited_ns"]), row[name])
+        (
+            f"{round(row['calls'] / ranks, 1):g}",
+            bytes_text(row["bytes_out"]),
+            _time(row["ns"]),
+            _time(row["waited_ns"]),
+            row[name],
+        )
         for row in itertools.islice(means, _ROWS)
     )
     return Listing(("calls", "bytes out", "time", "waiting", name), tuple(rows), title=title)

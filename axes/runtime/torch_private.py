@@ -787,6 +787,11 @@ def arguments_of(func: Any) -> list[str]:
     return [argument.name for argument in func._schema.arguments]
 
 
+def backward_passes() -> contextlib.AbstractContextManager[Any]:
+    """In this block a mock is in the place of `torch.autograd.backward`, and says whether it was `called`."""
+    return mock.patch.object(torch.autograd, "backward", wraps=torch.autograd.backward)
+
+
 def stages_know_their_shapes() -> contextlib.AbstractContextManager[Any]:
     """In this block no stage of a pipeline asks the others whether they know their shapes: it takes it that all do.
 

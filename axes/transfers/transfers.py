@@ -511,8 +511,8 @@ def transfer(
         target_mesh: The same for the targets.
         shapes: Whole shapes by name, or objects that have a `shape` and a `dtype`, such as tensors on the device
             `meta`. With rules, those of the sources.
-        dtype: The dtype of the result, one for all or by patterns of the targets' names. Tensors keep their own by
-            default.
+        dtype: The dtype of the result, one for all or by patterns of the targets' names. By default that of the
+            object in `shapes`, and float32 where `shapes` has the shape alone.
         rules: A table, or `axes.LayoutRules`, where names or layouts of the two sides differ.
         bucket_mb: Tensors are sent together in buckets of at most so many MiB, which bounds the buffers.
         sizes: Sizes of names, for names that collide with a parameter.
