@@ -361,9 +361,9 @@ with axes.simulate(4):
 ```
 
 A spec without an arrow, as in `shard`, `plan` and `reshard`, is complete: a dim without an `@` is unsplit, and
-without a `|` nothing is pending. (`reshard` of a plain tensor is different: it takes both sides, as in
-`"b s@tp d -> b s d"`.) In `reshard`, a `*` keeps the axes that split the dim, and `...` keeps the dims that it stands
-for as they are.
+without a `|` nothing is pending. (`reshard` of a plain tensor is different: it takes both sides, as in `"b s@tp d ->
+b s d"`. `axes.shard` also applies rules, to a spec that has no `@` at all.) In `reshard`, a `*` keeps the axes that
+split the dim, and `...` keeps the dims that it stands for as they are.
 
 ```python
 with axes.simulate(4):
@@ -377,20 +377,20 @@ with axes.simulate(4):
 
 Several tensors are often stored in one dim, such as the gate and up projections of an MLP. If they have the same
 size, `rearrange` can make the number of tensors a dim of its own. In the next example this dim is `two`. Each index
-of this dim is one tensor.
-Assignment or `unbind` then separates the tensors:
+of this dim is one tensor. Assignment or `unbind` then separates the tensors:
 
 ```python
 with axes.simulate(4):
     mesh = axes.init_mesh("tp=4", device_type="cpu")
-    both = axes.zeros("(2 f@tp) d", mesh=mesh, f=8, d=5)                # gate and up: one product
+    both = axes.zeros("(2 f@tp) d", mesh=mesh, f=8, d=5)                # the weights of gate and up
     gate, up = axes.rearrange(both, "(two f@tp) d -> two f@tp d", two=2)
     axes.spec_of(gate), tuple(gate.shape), tuple(gate.to_local().shape)
 ```
 
 If the sizes differ, separate the tensors with `torch.split` in a *region*: a function that `axes.shard_map` runs on
 plain shards. The rows must be stored so that each rank has its part of every tensor. In the expression, `rest=12` and
-`q=8` give whole sizes. `q` is a new name: without its size, the ranks would exchange the sizes of their parts.
+`q=8` give whole sizes. `q` is a new name that is split: without its size, the ranks would exchange the sizes of their
+parts.
 
 ```python
 def heads(rows):                                         # each key head has two queries, a key and a value
