@@ -551,7 +551,38 @@ def not_connected() -> str:
 def test_a_rank_that_fails_to_connect_after_the_others_is_told_its_own_error(world):
     for rank, said in enumerate(world(not_connected, 4)):
         assert f"failed on rank {rank}, in connecting: refused on {rank}" in said
-        assert ("rank 3 didn't come to the roll call" in said) == (rank != 3), said
+        assert ("rank 3 didn't come to the roll call of the group of ranks" in said) == (rank != 3), said
+
+
+def connected_late(folder: str, fails: bool) -> str:
+    """What ranks say that make a group of which rank 3 connects last, or can't; each has connected before it says it."""
+    mesh, real, rank = mesh_of(0), dist.distributed_c10d._new_process_group_helper, dist.get_rank()
+    transposed = mesh.define("all = tp dp").axis("all")
+
+    def making(*args: Any, **keywords: Any) -> Any:
+        made = real(*args, **keywords)
+        if rank == 3:
+            time.sleep(1)
+            if fails:
+                raise RuntimeError("Connection closed by peer")
+        Path(folder, str(rank)).touch()
+        return made
+
+    dist.distributed_c10d._new_process_group_helper = making
+    said = error_of(lambda: transposed.group)
+    return f"{said} {sorted(path.name for path in Path(folder).iterdir())}"
+
+
+def test_a_group_is_made_when_all_its_members_are_connected(world, tmp_path):
+    # A rank that went on before could end, and cut the connections of one that is still connecting.
+    for said in world(connected_late, 4, str(tmp_path), False):
+        assert said == "nothing ['0', '1', '2', '3']"
+
+
+def test_ranks_that_have_connected_are_told_of_one_that_cant(world, tmp_path):
+    for rank, said in enumerate(world(connected_late, 4, str(tmp_path), True)):
+        assert "rank 3: failed on rank 3, in connecting: Connection closed by peer" in said
+        assert "ranks disagree in the roll call of the group of ranks 0, 2, 1, 3" in said, (rank, said)
 
 
 def waiting() -> tuple[list[str], int]:

@@ -210,20 +210,25 @@ def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str
 def connected(member: Member, barrier: Barrier, seconds: float, connect: Callable[[], T]) -> T:
     """`connect()`, in which torch connects the members of a barrier, at which they have agreed, within `seconds`.
 
-    Where that fails each of them says so to the others, and the error names those that report nothing.
+    It returns when all members are connected: one that is ahead could end, and cut the connections of the others. Where
+    it fails on a member it fails on all, and the error names those that report nothing.
     """
+    roll_call = replace(barrier, key=f"{barrier.key}/connected", subject=f"the roll call of {barrier.subject}", advice="")
 
     def run() -> T:
         try:
             return connect()
+        except OF_ONE_RANK as error:
+            agree_at(member, roll_call, error, timedelta())
+            raise
         except RuntimeError as error:
-            if isinstance(error, OF_ONE_RANK):
-                raise
-            report = replace(barrier, key=f"{barrier.key}/failure", subject=failure(barrier.subject), advice="")
-            said = f"{barrier.subject} failed on rank {member.rank}, in connecting: {first_line(error)}"
-            raise DesyncError(said + without_report(member, [report])) from error
+            said = f"failed on rank {member.rank}, in connecting: {first_line(error)}"
+            others = without_report(member, [replace(roll_call, doing=said)])
+            raise DesyncError(f"{barrier.subject} {said}{others}") from error
 
-    return in_time(barrier.subject, seconds + LINGER_SECONDS, run, member.store_name)
+    made = in_time(barrier.subject, seconds + LINGER_SECONDS, run, member.store_name)
+    agree_at(member, roll_call, "connected", timedelta(seconds=seconds))
+    return made
 
 
 OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
