@@ -32,6 +32,7 @@ The notation is that of einops (Rogozhnikov) with `@` for what JAX calls a parti
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -178,7 +179,7 @@ def without_dots(dims: Iterable[Dim], stand_ins: Iterable[Dim]) -> tuple[Dim, ..
 
 def has_dots(dim: Dim) -> bool:
     """Whether a dim of a spec is `...`, or has it among its factors."""
-    return "..." in [factor.name for factor in dim.factors]
+    return "..." in map(operator.attrgetter("name"), dim.factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,8 +539,7 @@ def leaves(dims: Iterable[Dim]) -> tuple[Item, ...]:
 
 def dim_places(dim: Dim) -> list[Place]:
     """What stands right of an `@` in a dim."""
-    parts: tuple[Dim | Factor, ...] = (dim, *dim.factors)
-    return [each.place for each in parts if each.place is not None]
+    return [*filter(None, (dim.place, *map(operator.attrgetter("place"), dim.factors)))]
 
 
 def axes_of_dim(dim: Dim) -> list[str]:

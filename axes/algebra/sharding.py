@@ -399,7 +399,7 @@ def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:
 def _check_axes(sharding: Sharding) -> None:
     """Every axis is made of the mesh's axes, and no two places share a digit."""
     mesh = sharding.mesh
-    if _are_apart(mesh, sharding.used):
+    if _are_apart(mesh.extent, sharding.used):
         return
     places = [(sharding.text_of(at), layout) for at, dim in enumerate(sharding.dims) for layout in dim.layouts]
     places += [(pending_text(mesh, [entry]), entry[1]) for entry in sharding.pending]
@@ -430,11 +430,11 @@ def check_once(mesh: Mesh, text: str, tree: Spec) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _are_apart(mesh: Mesh, layouts: tuple[Layout, ...]) -> bool:
-    """Whether layouts are made of the mesh's own and no two of them share a digit."""
-    found = common_digits((mesh.extent, *layouts))
+def _are_apart(extent: Layout, layouts: tuple[Layout, ...]) -> bool:
+    """Whether layouts are made of a mesh's own, its `extent`, and no two of them share a digit."""
+    found = common_digits((extent, *layouts))
     used = [digit for layout in layouts for digit in found[layout]] if found is not None else []
-    return found is not None and len({*used}) == len(used) and {*found[mesh.extent]}.issuperset(used)
+    return found is not None and len({*used}) == len(used) and {*found[extent]}.issuperset(used)
 
 
 def _sizes(sharding: Sharding, dim: int, shape: Shape) -> tuple[int, ...]:

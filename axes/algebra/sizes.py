@@ -15,6 +15,7 @@ They ask before any cache is looked into, since Python finds 4.0 and True where 
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -262,5 +263,5 @@ def _missing(product: Product, name: str, sizes: Mapping[str, int]) -> int:
 
 def _sides(product: Product, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Both products over the names that have a size."""
-    left, right = [math.prod([sizes.get(name, 1) for name in side]) for side in (product.left, product.right)]
+    left, right = [math.prod(map(sizes.get, side, itertools.repeat(1))) for side in (product.left, product.right)]
     return left, product.factor * right

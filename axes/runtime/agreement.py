@@ -213,7 +213,8 @@ def connected(member: Member, barrier: Barrier, seconds: float, connect: Callabl
     It returns when all members are connected: one that is ahead could end, and cut the connections of the others. Where
     it fails on a member it fails on all, and the error names those that report nothing.
     """
-    roll_call = replace(barrier, key=f"{barrier.key}/connected", subject=f"the roll call of {barrier.subject}", advice="")
+    subject = f"the roll call of {barrier.subject}"
+    roll_call = replace(barrier, key=f"{barrier.key}/connected", subject=subject, advice="")
 
     def run() -> T:
         try:

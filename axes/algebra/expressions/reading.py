@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from axes.algebra.errors import ExpressionError, SizeError, shortened, suggestion
 from axes.algebra.grammar import (
@@ -43,9 +44,9 @@ class Term:
 
     def __init__(self, spec: Spec, dims: tuple[Dim, ...]):
         self.spec, self.dims = spec, dims
-        self.groups: Groups = tuple([tuple([str(factor.name) for factor in dim.factors]) for dim in dims])
+        self.groups: Groups = tuple([tuple(map(str, map(attrgetter("name"), dim.factors))) for dim in dims])
         self.factors = [factor for dim in dims for factor in dim.factors]
-        self.atoms = tuple([str(factor.name) for factor in self.factors])
+        self.atoms = tuple(map(str, map(attrgetter("name"), self.factors)))
         self.keeps_any = any(pending.op == "*" for pending in spec.pending or ())
 
 
@@ -242,7 +243,7 @@ def _wholes(terms: Sequence[Term]) -> dict[tuple[str, ...], str]:
     """Groups that no tensor takes apart, with what they are called as one atom."""
     standing: dict[str, set[tuple[str, ...]]] = {}
     for dim, group in [pair for term in terms for pair in zip(term.dims, term.groups, strict=True)]:
-        is_bare = {factor.place for factor in dim.factors} <= {None}
+        is_bare = not any(map(attrgetter("place"), dim.factors))
         for atom in group:
             standing.setdefault(atom, set()).add(group if is_bare else (atom,))
     groups = sorted({group for found in standing.values() for group in found if len(group) > 1})

@@ -48,7 +48,7 @@ def op_name(op: Op) -> str:
 
 def singles(atoms: Iterable[str]) -> Groups:
     """One dim for each atom."""
-    return tuple([(atom,) for atom in atoms])
+    return tuple(zip(atoms))
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ class Recipe:
 
     def whole(self, groups: Groups) -> Shape:
         """The whole shape of a tensor whose dims are groups of atoms."""
-        return tuple([math.prod([self.sizes[atom] for atom in group]) for group in groups])
+        return tuple([math.prod(map(self.sizes.__getitem__, group)) for group in groups])
 
     def shape_of(self, atoms: tuple[str, ...]) -> Shape:
         """The whole shape of a tensor with one dim per atom."""
-        return tuple([self.sizes[atom] for atom in atoms])
+        return tuple(map(self.sizes.__getitem__, atoms))
 
     @property
     def moves(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:

@@ -244,7 +244,7 @@ class Operands:
 
     def whole(self, groups: Iterable[Sequence[str]]) -> Shape:
         """The whole shape of a tensor whose dims are these atoms."""
-        return tuple([math.prod([self.sizes[atom] for atom in group]) for group in groups])
+        return tuple([math.prod(map(self.sizes.__getitem__, group)) for group in groups])
 
     def joined(self, group: Sequence[str], splits: Sequence[Slots]) -> Slots:
         """The dim whose atoms are split so."""

@@ -92,7 +92,7 @@ class Space(NamedTuple):
 
     def divides(self, at: int, splits: Splits) -> bool:
         """Whether all pieces of a slot are equally large."""
-        return self.sizes[at] % _pieces(splits[at]) == 0
+        return self.sizes[at] % size_of(chain(*splits[at])) == 0
 
     def inside(self, digit: Digit) -> bool:
         """Whether the ranks of a digit share a node."""
@@ -129,7 +129,7 @@ class State:
     @cached_property
     def pieces(self) -> tuple[int, ...]:
         """Into how many pieces each slot is split."""
-        return tuple(map(_pieces, self.splits))
+        return tuple([size_of(chain(*atoms)) for atoms in self.splits])
 
     @cached_property
     def tile(self) -> Shape:
@@ -240,6 +240,8 @@ def opened(source: Sharding, target: Sharding, shape: Shape) -> tuple[Factors, S
     >>> opened(groups, plain, (12,))[0], opened(mesh.sharding("(h=3 d=4@tp)"), plain, (12,))[0]
     (((4, 3),), ((12,),))
     """
+    if source.is_plain and target.is_plain:
+        return tuple(zip(shape)), source, target
     factors: list[tuple[int, ...]] = []
     ends: tuple[list[Slots], list[Slots]] = ([], [])
     for size, *pair in zip(shape, source.dims, target.dims, strict=True):
@@ -301,10 +303,6 @@ def descending(found: Iterable[Digit]) -> tuple[Digit, ...]:
 def size_of(found: Iterable[Digit]) -> int:
     """How many coordinates some digits have together."""
     return math.prod(map(itemgetter(0), found))
-
-
-def _pieces(atoms: tuple[Atom, ...]) -> int:
-    return size_of(chain(*atoms))
 
 
 def _largest(size: int, atoms: tuple[Atom, ...]) -> int:
