@@ -227,8 +227,9 @@ def connected(member: Member, barrier: Barrier, seconds: float, connect: Callabl
             others = without_report(member, [replace(roll_call, doing=said)])
             raise DesyncError(f"{barrier.subject} {said}{others}") from error
 
+    until = time.monotonic() + seconds
     made = in_time(barrier.subject, seconds + LINGER_SECONDS, run, member.store_name)
-    agree_at(member, roll_call, "connected", timedelta(seconds=seconds))
+    agree_at(member, roll_call, "connected", timedelta(seconds=max(until - time.monotonic(), LINGER_SECONDS)))
     return made
 
 
