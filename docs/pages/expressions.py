@@ -362,8 +362,8 @@ with axes.simulate(4):
 
 A spec without an arrow, as in `shard`, `plan` and `reshard`, is complete: a dim without an `@` is unsplit, and
 without a `|` nothing is pending. (`reshard` of a plain tensor is different: it takes both sides, as in `"b s@tp d ->
-b s d"`. `axes.shard` also applies rules, to a spec that has no `@` at all.) In `reshard`, a `*` keeps the axes that
-split the dim, and `...` keeps the dims that it stands for as they are.
+b s d"`. If [rules](models.md) are set (`axes.use_rules`), `axes.shard` applies them to a spec that has no `@` at
+all.) In `reshard`, a `*` keeps the axes that split the dim, and `...` keeps the dims that it stands for as they are.
 
 ```python
 with axes.simulate(4):
