@@ -203,7 +203,7 @@ def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str
         host = ": the launcher where it has an agent, as torchrun has, else rank 0" if store_name == _JOBS else ""
         raise DesyncError(
             f"{store_name} can't be reached in {subject}: {first_line(error)}\n"
-            f"Its host may have ended, and says why{host}"
+            f"Its host may have ended, or waits for ranks that haven't started, and says so{host}"
         ) from error
 
 
@@ -222,6 +222,8 @@ def connected(member: Member, barrier: Barrier, seconds: float, connect: Callabl
         except OF_ONE_RANK as error:
             agree_at(member, roll_call, error, timedelta())
             raise
+        except dist.DistNetworkError:
+            raise  # of the store
         except RuntimeError as error:
             said = f"failed on rank {member.rank}, in connecting: {first_line(error)}"
             others = without_report(member, [replace(roll_call, doing=said)])

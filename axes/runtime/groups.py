@@ -281,7 +281,8 @@ def destroy_process_groups() -> None:
     """End every process group that axes made, and `torch.distributed` if `init_mesh` started it. All ranks call it.
 
     Groups of a `DeviceMesh` of yours, and a default group that you started, stay. Meshes stay usable: their groups
-    are made anew at the next use. DTensors of before can't be used any more.
+    are made anew at the next use, after another `init_mesh` where `torch.distributed` has ended. DTensors of before
+    can't be used any more.
 
     Examples:
         >>> destroy_process_groups()    # nothing runs: nothing to end

@@ -31,12 +31,14 @@ from axes.algebra.layout import Layout, Universe
 from axes.algebra.mesh import Mesh
 from axes.runtime import torch_private, watching
 from axes.runtime.agreement import (
+    LINGER_SECONDS,
     Barrier,
     Member,
     agree_at,
     connected,
     in_time,
     leave_word,
+    polled,
     ranks_text,
 )
 from axes.runtime.groups import (
@@ -172,8 +174,8 @@ def _start(device_type: str | None, timeout: object) -> None:
         connecting = as_timeout(timeout, "timeout") or connecting
     store, rank, size = dist.HashStore(), 0, 1
     if {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        join = functools.partial(dist.rendezvous, "env://", timeout=connecting)
-        store, rank, size = in_time(first, connecting.total_seconds(), lambda: next(join()))
+        job = os.getpid(), *map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        store, rank, size = in_time(first, connecting.total_seconds(), lambda: _joined(connecting, *job))
     # The store may be older than this world, and then it keeps what an earlier one left there.
     member = Member(dist.PrefixStore(f"axes world {next(_starts)}", store), rank)
     subject = f"{first} on ranks 0..{size - 1}"
@@ -192,6 +194,27 @@ def _start(device_type: str | None, timeout: object) -> None:
     connected(member, barrier, limit.total_seconds(), functools.partial(connect, timeout=waits))
     current_world().started_here = True
     atexit.register(_end_at_exit, os.getpid())  # the world ends with the program at the latest
+
+
+@functools.lru_cache(maxsize=1)
+def _joined(timeout: timedelta, process: int, *_: str | None) -> tuple[dist.Store, int, int]:
+    """The store of the job that the environment describes, this rank, and the number of ranks.
+
+    A process keeps it: without an agent rank 0 hosts it, and others may still use it for a world that rank 0 has ended.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        atexit.register(_leave_job, process, store, rank, size)
+    return store, rank, size
+
+
+def _leave_job(process: int, store: dist.Store, rank: int, size: int) -> None:
+    """Rank 0, which hosts the store, ends after the others, or seconds later: they may still make groups."""
+    if process == os.getpid():
+        with contextlib.suppress(dist.DistError):  # the host has ended
+            store.append("axes/ended", ".")  # waits for no answer
+            if rank == 0:
+                polled(lambda: len(store.get("axes/ended")) >= size, LINGER_SECONDS)
 
 
 def _end_at_exit(process: int) -> None:
