@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -87,7 +86,7 @@ class Parts:
     mesh: Mesh
     pieces: Mapping[int, Piece]
 
-    @cached_property
+    @property
     def places(self) -> dict[int, dict[str, int]]:
         """The coordinates of the ranks that have the tensor."""
         return {rank: self.mesh.at(rank).coordinate or {} for rank in self.pieces}
@@ -95,7 +94,8 @@ class Parts:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which more than one rank has the tensor."""
-        return tuple(a for a in self.mesh.axis_names if len({place[a] for place in self.places.values()}) > 1)
+        places = self.places.values()
+        return tuple(a for a in self.mesh.axis_names if len({place[a] for place in places}) > 1)
 
     @property
     def first(self) -> Piece:
