@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -342,32 +340,41 @@ print(axes.init_mesh("dp", device_type="cpu").axis("dp").group.size())
 
 
 STARTED_BY_HAND = """
-import os, time, torch, axes
-rank = int(os.environ["RANK"])
-mesh = axes.init_mesh("a=2 b=2", device_type="cpu")
-time.sleep(rank == 0)                           # the others end their world before
-axes.destroy_process_groups()
-again = axes.init_mesh("a=2 b=2", device_type="cpu")
-time.sleep(rank in (1, 3))                      # ranks 0 and 2 have ended
-print([axes.psum(torch.ones(1), "a", mesh=each).item() for each in (again, mesh)])
+import os, sys, time, torch, axes
+
+def run(rank, port):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    mesh = axes.init_mesh("a=2 b=2", device_type="cpu")
+    time.sleep(rank == 0)                           # the others end their world before
+    axes.destroy_process_groups()
+    again = axes.init_mesh("a=2 b=2", device_type="cpu")
+    time.sleep(rank in (1, 3))                      # ranks 0 and 2 have ended
+    assert [axes.psum(torch.ones(1), "a", mesh=each).item() for each in (again, mesh)] == [2, 2]
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        run(int(sys.argv[2]), sys.argv[1])
+    else:
+        torch.multiprocessing.spawn(run, sys.argv[1:], nprocs=4)
 """
 
 
-def test_ranks_that_were_started_by_hand_need_no_agent_for_the_store(monkeypatch):
+@pytest.mark.parametrize("ranks", [("0", "1", "2", "3"), ()], ids=["programs", "spawned"])
+def test_ranks_that_were_started_by_hand_need_no_agent_for_the_store(ranks, tmp_path, monkeypatch):
     # Rank 0 hosts the store: others may need it when rank 0 ends its world, and when it ends.
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    (tmp_path / "program.py").write_text(STARTED_BY_HAND)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        job = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    command = [sys.executable, "-c", STARTED_BY_HAND]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen(command, env=os.environ | job | {"RANK": str(rank)}, **pipes) for rank in range(4)]
+        command = [sys.executable, str(tmp_path / "program.py"), str(found.getsockname()[1])]
+    commands = [[*command, rank] for rank in ranks] or [command]
+    started = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True) for each in commands]
     try:
-        assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["[2.0, 2.0]\n"] * 4
-        assert [rank.returncode for rank in ranks] == [0] * 4
+        said = [each.communicate(timeout=200)[1] for each in started]
+        assert [each.returncode for each in started] == [0] * len(started), said
     finally:
-        for rank in ranks:
-            rank.kill()
+        for each in started:
+            each.kill()
 
 
 def test_without_a_launcher_a_script_runs_as_a_world_of_one_that_ends_with_it(monkeypatch):

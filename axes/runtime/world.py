@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -197,24 +198,24 @@ def _start(device_type: str | None, timeout: object) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _joined(timeout: timedelta, process: int, *_: str | None) -> tuple[dist.Store, int, int]:
+def _joined(timeout: timedelta, *_: object) -> tuple[dist.Store, int, int]:
     """The store of the job that the environment describes, this rank, and the number of ranks.
 
-    A process keeps it: without an agent rank 0 hosts it, and others may still use it for a world that rank 0 has ended.
+    A process keeps it, by its number: without an agent rank 0 hosts it, and others may still use it for a world that
+    rank 0 has ended.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        atexit.register(_leave_job, process, store, rank, size)
+        Finalize(None, _leave_job, (store, rank, size), exitpriority=0)  # `multiprocessing` runs no `atexit`
     return store, rank, size
 
 
-def _leave_job(process: int, store: dist.Store, rank: int, size: int) -> None:
+def _leave_job(store: dist.Store, rank: int, size: int) -> None:
     """Rank 0, which hosts the store, ends after the others, or seconds later: they may still make groups."""
-    if process == os.getpid():
-        with contextlib.suppress(dist.DistError):  # the host has ended
-            store.append("axes/ended", ".")  # waits for no answer
-            if rank == 0:
-                polled(lambda: len(store.get("axes/ended")) >= size, LINGER_SECONDS)
+    with contextlib.suppress(dist.DistError):  # the host has ended
+        store.append("axes/ended", ".")  # waits for no answer
+        if rank == 0:
+            polled(lambda: len(store.get("axes/ended")) >= size, LINGER_SECONDS)
 
 
 def _end_at_exit(process: int) -> None:
