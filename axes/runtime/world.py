@@ -213,9 +213,9 @@ def _joined(timeout: timedelta, *_: object) -> tuple[dist.Store, int, int]:
 def _leave_job(store: dist.Store, rank: int, size: int) -> None:
     """Rank 0, which hosts the store, ends after the others, or seconds later: they may still make groups."""
     with contextlib.suppress(dist.DistError):  # the host has ended
-        store.append("axes/ended", ".")  # waits for no answer
+        store.set(f"axes/ended/{rank}", "")  # waits for no answer
         if rank == 0:
-            polled(lambda: len(store.get("axes/ended")) >= size, LINGER_SECONDS)
+            polled(lambda: store.check([f"axes/ended/{each}" for each in range(size)]), LINGER_SECONDS)
 
 
 def _end_at_exit(process: int) -> None:
