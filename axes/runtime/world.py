@@ -201,8 +201,8 @@ def _start(device_type: str | None, timeout: object) -> None:
 def _joined(timeout: timedelta, *_: object) -> tuple[dist.Store, int, int]:
     """The store of the job that the environment describes, this rank, and the number of ranks.
 
-    A process keeps it, by its number: without an agent rank 0 hosts it, and others may still use it for a world that
-    rank 0 has ended.
+    A process joins the store once and keeps it. Without an agent rank 0 hosts the store, and other ranks may still use
+    it for a world that rank 0 has ended.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -211,7 +211,7 @@ def _joined(timeout: timedelta, *_: object) -> tuple[dist.Store, int, int]:
 
 
 def _leave_job(store: dist.Store, rank: int, size: int) -> None:
-    """Rank 0, which hosts the store, ends after the others, or seconds later: they may still make groups."""
+    """At its end rank 0, which hosts the store, waits some seconds for the others: they may still make groups."""
     with contextlib.suppress(dist.DistError):  # the host has ended
         store.set(f"axes/ended/{rank}", "")  # waits for no answer
         if rank == 0:
